@@ -1,9 +1,9 @@
-"""Pretrains a model: `python train.py CONFIG.yaml [section.key=value ...]`.
+"""Pretrain a model: `python train.py CONFIG.yaml [section.key=value ...]`.
 
-The whole program, from top to bottom. Alone, under torchrun, deepspeed or srun it does the same.
+The program is the same for one process and for the ranks of torchrun, deepspeed or srun.
 """
 
-import cat_lm  # noqa: F401 -- before all others: it drops the working directory from the path
+import cat_lm  # noqa: F401 -- must be first: it removes the working directory from the path
 
 # isort: split
 import argparse
@@ -19,7 +19,7 @@ from cat_lm.callbacks import Run
 from cat_lm.config import RunConfig, load_config
 from cat_lm.config.loading import ShowKeys
 from cat_lm.config.run import check_replaceable
-from cat_lm.core.cli import Parser, whole
+from cat_lm.core.cli import Parser, announce, whole
 from cat_lm.core.errors import SharedError, command, hard_exit
 from cat_lm.core.folders import check_output
 from cat_lm.core.numbers import RANKS
@@ -41,61 +41,67 @@ def main() -> None:
     parser = Parser(
         prog="train.py",
         description="Pretrain a language model of any registered architecture under DeepSpeed.",
-        epilog="Start several ranks with torchrun, deepspeed or srun; the arguments stay the "
-        "same. Exit codes: 0 finished, 2 bad input or a full disk, 75 stopped by a signal (TERM, "
-        "USR1, or HUP of a closed terminal without nohup) or the death of its launcher, after a "
-        "checkpoint (go on with train.resume=auto), or ended by what may pass: not all ranks met "
-        "at the start, a file system or a network failed; 130 stopped after Ctrl-C, 76 hung "
-        "(train.hang_minutes).",
+        epilog="Start several ranks with torchrun, deepspeed or srun and the same arguments. Exit "
+        "codes: 0 finished; 2 invalid input or a full disk; 75 stopped with a checkpoint after a "
+        "signal (TERM, USR1, HUP without nohup) or the end of its launcher, or ended by a "
+        "transient error (not all ranks joined, a file system or a network failed): start it "
+        "again with train.resume=auto; 76 hung (train.hang_minutes); 130 stopped after Ctrl-C.",
     )
     parser.add_argument("config", help="YAML file; configs/quickstart.yaml is an example")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="last one wins")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="values of configuration keys, which replace those of the file; the last one wins",
+    )
     parser.add_argument(
         "--keys",
         nargs="?",
         const=architectures.DEFAULT,
         action=ShowKeys,
         metavar="ARCHITECTURE",
-        help="print every key with its default and meaning, of this model.architecture "
-        f"(default: {architectures.DEFAULT}), and end",
+        help="print every configuration key with its default and meaning, for this "
+        f"model.architecture (default: {architectures.DEFAULT}), and exit",
     )
-    # DeepSpeed's launcher passes it; the environment says the same.
+    # DeepSpeed's launcher passes it; the environment has the same value.
     parser.add_argument(
         "--local_rank", "--local-rank", type=whole(RANKS.at_least(0)), help=argparse.SUPPRESS
     )
     arguments = parser.parse_args()
-    # A thread that waits by spinning stops the one that works, wherever a core is shared: steps
-    # then take several times as long. Must be set before torch loads, which plugins may do that the
-    # configuration asks for.
+    # Threads that wait by spinning slow down the working ones if cores are shared, so that steps
+    # take several times as long. Set it before torch is imported, possibly by a plugin.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # Blocks of GPU memory that grow: those of fixed sizes leave gaps where shapes change, as from
-    # training to validation. Also read before torch loads, under either of its names.
+    # Expandable segments of GPU memory avoid fragmentation when shapes change, as between training
+    # and validation. torch reads either variable when it is imported.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     stop, started_by = StopSignal(), find_launcher()
     config = load_config(arguments.config, arguments.overrides)
-    # What is wrong is known at once where there is one rank; several find it out together, below.
+    # With a single process, validate folder, data and resume path before the slow imports. With
+    # several ranks, the preflight checks them on all ranks together.
     if launcher.world_size() == 1:
         check_output(config.train.output_dir, "train.output_dir")
-        open_data(config)
         if config.train.resume not in ("auto", "never"):
             candidates(config.train.resume)
+    announce(f"{config.train.output_dir}: starting the run of {arguments.config}")
+    if launcher.world_size() == 1:
+        open_data(config)
 
     watchdog = Watchdog(config.train.hang_minutes, started_by)
-    # Only now, so that --help and errors in the configuration come at once.
+    # Import torch only now, so that --help and errors in the configuration appear at once.
     from cat_lm.ops.runtime.cpu import flush_denormals
     from cat_lm.training import distributed
 
     flush_denormals()
-    timeout = distributed.patience(config.train.hang_minutes)
-    with watchdog.explaining(), distributed.start(timeout) as ranks:
+    timeout = distributed.collective_timeout(config.train.hang_minutes)
+    with watchdog.ending_orphans(), distributed.start(timeout) as ranks:
         exit_code = Trainer(config, ranks, stop, watchdog).run()
     watchdog.close()
     hard_exit(exit_code)
 
 
 class Trainer:
-    """One run: everything it needs, opened in order, and the loop over its steps."""
+    """One run: everything that it needs, and the loop over its steps."""
 
     def __init__(self, config: RunConfig, ranks, stop: StopSignal, watchdog: Watchdog) -> None:
         from cat_lm.training import preflight
@@ -112,35 +118,35 @@ class Trainer:
         config = config.with_precision(precision)
         folder = Path(config.train.output_dir)
         ranks.on_rank_zero(lambda: check_replaceable(folder / "config.yaml"))
-        # All that is wrong with hosts, data, folder, batch and memory, on all ranks, ends here.
+        # Raise all problems of hosts, data, folder, batch and memory on all ranks together.
         config, checked = preflight.check(config, ranks, watchdog.progress)
         self.config = config
         watchdog.progress("the preflight")
-        # A rank of each host has looked at all shards; this one does where it reads them.
+        # One rank per host has checked all shards, so that this rank opens them when it reads them.
         opened = ranks.on_all_ranks(lambda: open_data(config, look=False))
         self.corpus, held_out, self.loader = opened
 
-        # The run's folder, and the checkpoint to go on from.
+        # Open the run's folder and choose the checkpoint to resume.
         self.log = ranks.on_rank_zero(lambda: RunLog(folder / "train.log")) or RunLog(None)
         self.checkpoints = Checkpoints(folder, config, ranks, self.log.line, watchdog.progress)
-        start_from = self.checkpoints.to_resume()
+        start_from = self.checkpoints.find_checkpoint_to_resume()
         watchdog.progress("choosing the checkpoint")
         self.log.line(f"cat_lm {__version__}, {precision} ({reason}), {ranks.describe()}")
         self.log.line("\n".join(checked))
 
         try:
-            self._begin(start_from)
+            self._build_engine(start_from)
             past = self.checkpoints.recorded_step
             what = (config, folder, ranks, self.engine, self.corpus, watchdog, past)
             self.callbacks = Callbacks(Run(*what, self.log.line, self.record, self.must_stop))
             if start_from is not None:
                 self.callbacks.restore(start_from)
         except BaseException:
-            self.checkpoints.close()  # what is not continued holds nobody back
+            self.checkpoints.close()  # Release the lock of the run's folder.
             raise
         self.validation = Validation(held_out, self.engine, ranks, watchdog)
 
-        # What is written on the way.
+        # Open the files that are written during the run.
         self.metrics = ranks.on_rank_zero(lambda: Metrics(folder, past, self.log.line))
         self.validated_step = ranks.broadcast(self.metrics and self.metrics.validated_step)
         ranks.on_rank_zero(lambda: config.save(folder / "config.yaml"))
@@ -151,20 +157,20 @@ class Trainer:
         self.votes = (0.0, 0.0)
         self.log.line(self.report.plan(self.loader))
 
-    def _begin(self, start_from: Path | None) -> None:
-        """Make model and optimizer, as initialised or as the checkpoint left them."""
+    def _build_engine(self, start_from: Path | None) -> None:
+        """Build model and optimizer, and restore them from the checkpoint `start_from`, if any."""
         from cat_lm.pretrained.record import comparing_files
         from cat_lm.training.building import (
             build_model,
+            choose_document_attention,
             describe_backend,
-            documents_apart,
             load_initial_weights,
             vocab_size,
         )
         from cat_lm.training.engine import Engine
 
         config, ranks = self.config, self.ranks
-        # One rank of a host compares the files of an initial model, for all.
+        # One rank per host checks the files of an initial model.
         skip = ranks.local_rank != 0 or not config.train.init_checksums
         with comparing_files(skip):
             vocabulary = ranks.on_all_ranks(lambda: vocab_size(config, self.corpus, start_from))
@@ -173,7 +179,7 @@ class Trainer:
         self.log.line(f"convolution: {describe_backend(*place, 'conv_backend')}")
         if recurrence := describe_backend(*place, "mixer_backend"):
             self.log.line(f"recurrence: {recurrence}")
-        if apart := documents_apart(config, model, ranks.device):
+        if apart := choose_document_attention(config, model, ranks.device):
             self.log.line(f"documents: {apart.name}, {apart.reason}")
         if config.train.init_from is not None and start_from is None:
             with comparing_files(skip):
@@ -193,26 +199,26 @@ class Trainer:
             self.log.line("\n".join([f"continuing from {found.folder}", *found.changed]))
 
     def run(self) -> int:
-        """Trains to the last step, or to the step after a signal; returns the exit code."""
+        """Train to the last step, or until a signal; return the exit code."""
         from cat_lm.training import preflight
 
         config, last_step = self.config, self.config.total_steps
         if self.step >= last_step:
             self.check_last_step()
-        # A run that was told to stop does not validate first: the next one does.
+        # A run that was stopped by a signal has skipped its validation, which is made now.
         is_left = not self.was_validated and self.validated_step != self.step
         if self.step >= last_step and not is_left:
             self.log.line(f"nothing to do: already at step {self.step} of {last_step}")
             return self.close(0)
         self.stop.catch_interrupts()
-        # A batch of the largest shape shows what does not fit, two of the held-out data what is
-        # wrong with them, before any training.
+        # Before any training, a batch of the largest shape finds a lack of memory, and two batches
+        # of validation data find errors in these.
         self.log.line(preflight.dry_run_batch(self.engine, self.loader))
         self.watchdog.progress("the dry-run batch")
         self.validation.run(max_batches=2)
         exit_code = 0
         self.callbacks.launch(self.step)
-        self.watchdog.steps_begin(self.stop)
+        self.watchdog.begin_steps(self.stop)
         if is_left and (exit_code := self.validate()):
             self.log.line(f"stopped by a signal at step {self.step}")
             return self.close(exit_code)
@@ -220,13 +226,13 @@ class Trainer:
             self.train_step(batch, waited)
             is_last = self.step == last_step
             if write_error(self.metrics, self.log) or self.callbacks.error:
-                self.stop.request()  # all ranks end in `save`
+                self.stop.request()  # All ranks end in `save`.
             exit_code = 0 if is_last else self.agreed_exit_code()
             if self.is_validation_due() and not exit_code:
                 exit_code = self.validate()
             is_due = self.step % config.checkpoint.every_steps == 0 and self.has_changed()
             if is_due or is_last or exit_code:
-                with self.watchdog.unhurried():
+                with self.watchdog.allow_slow_work():
                     self.save()
             if exit_code:
                 self.log.line(f"stopped by a signal after step {self.step}")
@@ -237,7 +243,7 @@ class Trainer:
         return self.close(exit_code)
 
     def close(self, exit_code: int) -> int:
-        with self.watchdog.unhurried():
+        with self.watchdog.allow_slow_work():
             self.callbacks.end(self.step, exit_code)
             if self.metrics:
                 self.metrics.close()
@@ -248,7 +254,7 @@ class Trainer:
         return exit_code
 
     def batches(self) -> Iterator[tuple["Batch", float]]:
-        """This rank's batches of the remaining steps, with the seconds spent waiting for each."""
+        """Yield this rank's batches of the remaining steps, each with the seconds of waiting."""
         place = self.ranks.share(self.config.train.sequence_parallel)
         remaining = (self.step, self.config.total_steps)
         with (
@@ -262,25 +268,25 @@ class Trainer:
                 start = time.perf_counter()
 
     def train_step(self, batch: "Batch", waited: float) -> None:
-        """One optimizer step; it, or on a GPU the one before it, is recorded."""
+        """Launch one optimizer step, and record it or, on a GPU, the previous one."""
         from cat_lm.training.schedule import learning_rate
 
         config = self.config
-        # The device goes on with this step where the one before it was not waited for.
+        # If the previous step was not waited for, this one begins when that ends.
         after = self.launched[-1][-1] if self.launched else None
         self.step += 1
         lr = learning_rate(config, self.step)
         launched = self.engine.launch_step(batch, lr, self.stop.votes())
         self.launched.append((self.step, lr, waited, after, launched))
-        # What follows these steps must know how they went.
+        # A validation, a checkpoint or the end needs the numbers of all steps before it.
         rests = (config.validation.every_steps, config.checkpoint.every_steps, config.total_steps)
         is_rest = any(self.step % every == 0 for every in rests)
         is_rest = is_rest or self.callbacks.wait_for(self.step)
-        self.settle(leave=1 if self.reads_late and not is_rest else 0)
+        self.record_launched(leave=1 if self.reads_late and not is_rest else 0)
         self.callbacks.step(self.step)
 
-    def settle(self, leave: int = 0) -> None:
-        """Record the launched steps but the newest `leave`; too many bad ones end the run."""
+    def record_launched(self, leave: int = 0) -> None:
+        """Record the launched steps but the newest `leave`; too many skipped ones end the run."""
         while len(self.launched) > leave:
             step, lr, waited, after, launched = self.launched.pop(0)
             result = launched.result()
@@ -296,7 +302,7 @@ class Trainer:
             self.count_skipped(step, result)
 
     def record(self, record: dict[str, Any]) -> None:
-        """Write the numbers of a step or a validation, also into what callbacks make of them."""
+        """Write the numbers of a step or a validation, and pass them to the callbacks."""
         if self.metrics:
             self.metrics.write(record)
         self.callbacks.record(record)
@@ -319,11 +325,11 @@ class Trainer:
             )
 
     def has_changed(self) -> bool:
-        """Return True if a step since the newest checkpoint was not skipped."""
+        """Return True if any step since the newest checkpoint updated the weights."""
         return self.skipped_in_a_row < self.step - (self.checkpoints.newest_step or 0)
 
     def check_last_step(self) -> None:
-        """Ends a run whose last step was skipped otherwise than one that is finished."""
+        """Raise SharedError if the last step was skipped: the run is then not finished."""
         if self.skipped_in_a_row:
             raise SharedError(
                 f"step {self.step}, the last one, was skipped ({self.skipped_in_a_row} in a row): "
@@ -332,27 +338,27 @@ class Trainer:
             )
 
     def is_validation_due(self) -> bool:
-        """Return True if the held-out loss after this step is wanted."""
+        """Return True if a validation is due after this step."""
         every, last_step = self.config.validation.every_steps, self.config.total_steps
         return self.step > 0 and (self.step % every == 0 or self.step == last_step)
 
     def agreed_exit_code(self) -> int:
-        """The code to stop with, or 0, by the ranks' newest votes."""
+        """Return the exit code all ranks agreed on in the last step (0: keep training)."""
         return self.stop.agreed_exit_code(self.votes, alone=self.ranks.world_size == 1)
 
     def must_stop(self) -> bool:
-        """Let the ranks vote again, between two steps (a collective)."""
+        """Return True if the ranks vote to stop, between two steps (a collective)."""
         self.votes = tuple(self.ranks.sum(*self.stop.votes()))
         return bool(self.agreed_exit_code())
 
     def validate(self) -> int:
-        """Record the held-out loss; returns the code to stop with where a signal came first."""
+        """Validate and record the results; return the exit code of an earlier signal, or 0."""
         result = self.validation.run(must_stop=self.must_stop)
         if result is None:
             return self.agreed_exit_code()
         self.callbacks.validation(self.step, result)
         if self.callbacks.has_shared and (exit_code := self.agreed_exit_code()):
-            return exit_code  # a callback's part may be missing
+            return exit_code  # The results of a callback may be missing.
         for line in self.report.validation_lines(self.step, result):
             self.log.line(line)
         tokens = self.step * self.config.tokens_per_step
@@ -361,9 +367,9 @@ class Trainer:
         return 0
 
     def save(self) -> None:
-        self.settle()
+        self.record_launched()
         if self.metrics:
-            self.metrics.sync()  # a checkpoint must not be ahead of the records
+            self.metrics.sync()  # A checkpoint must not be ahead of the records.
         self.ranks.on_rank_zero(lambda: check_writes(self.metrics, self.log, before_saving=True))
         state = {
             "step": self.step,
@@ -373,7 +379,7 @@ class Trainer:
             "validated": not self.is_validation_due() or self.validated_step == self.step,
             "data": {"path": self.config.data.path, "fingerprint": self.corpus.fingerprint},
         }
-        # A step that was skipped is no reason to delete what was saved before it.
+        # After skipped steps, keep the older checkpoints.
         prune, tokenizer = not self.skipped_in_a_row, self.corpus.folder / "tokenizer"
         states = self.callbacks.states
         folder = self.checkpoints.save(self.engine, state, tokenizer, prune=prune, callbacks=states)

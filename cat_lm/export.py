@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cat_lm import architectures
-from cat_lm.core.cli import Parser, number, output_path, path_name
+from cat_lm.core.cli import Parser, announce, number, output_path, path_name
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.folders import atomic_folder, check_output
@@ -25,6 +25,7 @@ from cat_lm.pretrained import loading, record, standalone
 from cat_lm.pretrained.card import model_card
 from cat_lm.pretrained.conversion import library_model, scaled_config, scaled_fields
 from cat_lm.training.checkpoint import find_checkpoint, read_run_config, read_run_state
+from cat_lm.training.checkpoint.files import candidates
 from cat_lm.training.metrics import read_records
 
 if TYPE_CHECKING:
@@ -89,12 +90,12 @@ def export_checkpoint(
 
 def _load_average(model: PreTrainedModel, step_folder: Path) -> str:
     """Copy a checkpoint's averaged weights into the model; return a description."""
-    from cat_lm.training.checkpoint.callback_state import opened_state, stored_states
+    from cat_lm.training.checkpoint.callback_state import open_state, stored_states
 
     path = stored_states(step_folder).get("ema")
     if path is None:
         raise UserError(f"--ema: {step_folder} has no averaged weights; see train.ema_decay")
-    with opened_state(path) as averages:
+    with open_state(path) as averages:
         for name, parameter in model.named_parameters():
             if name not in averages or averages[name].shape != parameter.shape:
                 raise UserError(f"{path}: does not hold {name} of {list(parameter.shape)}")
@@ -316,6 +317,8 @@ def main() -> None:
         raise UserError("--method and --factor: give both, such as --method yarn --factor 4")
     if scope != "logits" and method in ("none", "pi"):
         raise UserError(f"--temperature-scope {scope}: does nothing with --method {method}")
+    candidates(options["checkpoint"])
+    announce(f"exporting the newest checkpoint of {options['checkpoint']}")
     loading.quiet_transformers()
     out = export_checkpoint(**options)
     written = record.read_record(out)

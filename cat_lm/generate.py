@@ -138,7 +138,7 @@ def main() -> None:
     if given.greedy and given.num_samples > 1:
         raise UserError("--num-samples: greedy decoding gives one continuation only")
     prompt, new = _read_prompt(given.prompt), given.max_new_tokens
-    loading.quiet_transformers()
+    loading.begin(given.model)
     import torch
     from transformers import TextStreamer
 

@@ -116,7 +116,7 @@ def _calibrate(
     target: PreTrainedConfig, weights: dict[str, Tensor], calibration: Calibration
 ) -> tuple[float, float]:
     from cat_lm.model.attention.modules.landmark import LandmarkCore, train_landmarks
-    from cat_lm.training.landmark_calibration import QUERIES, calibrate, ends_of
+    from cat_lm.training.landmark_calibration import QUERIES, calibrate, first_and_last_loss
 
     dtype = next(iter(weights.values())).dtype
     model = model_with(target, weights).float().to(loading.choose_device())
@@ -127,7 +127,7 @@ def _calibrate(
     losses = calibrate(model, learned, calibration.data, calibration.tokens, length)
     own = {name: x for name, x in model.state_dict().items() if attention.PATTERNS_OWN in name}
     weights.update({name: x.to("cpu", dtype) for name, x in own.items()})
-    return ends_of(losses)
+    return first_and_last_loss(losses)
 
 
 def _options_of(source: PreTrainedConfig) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def main() -> None:
     if tokens is not None and data is None:
         raise UserError(f"--tokens {tokens}: says nothing without --calibrate")
     calibration = None if data is None else Calibration(data, tokens or 1_000_000)
-    loading.quiet_transformers()
+    loading.begin(folder)
     with comparing_files(skip=skip):
         out, difference, losses = sparsify(folder, out, options, calibration)
     _print_result(folder, out, options, difference, losses)

@@ -228,7 +228,7 @@ def main() -> None:
         raise UserError(f"--{idle[0]}: says nothing with --conv none; leave it out")
     if "canon_window" in given and "canon" not in given:
         raise UserError("--canon-window: says nothing without --canon; leave it out")
-    loading.quiet_transformers()
+    loading.begin(folder)
     with comparing_files(skip=skip):
         out, difference = upcycle(folder, out, Convolution(conv_type, **given))
     _print_result(out, difference)

@@ -6,7 +6,7 @@ import argparse
 import os
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, output_path, whole
+from cat_lm.core.cli import Parser, announce, output_path, whole
 from cat_lm.core.errors import UserError, command
 
 DOCUMENTS = ("marks", "sequences", "eod")
@@ -91,6 +91,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def main() -> None:
     arguments = parse_arguments()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    announce(f"{arguments.out}: adopting {', '.join(arguments.prefixes)}")
     from data_prep.megatron.convert import adopt
 
     adopt(arguments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 
-from cat_lm.core.cli import Parser, output_file, output_path, path, whole
+from cat_lm.core.cli import Parser, announce, output_file, output_path, path, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
 from cat_lm.core.numbers import CONTEXT, SAMPLES, WORKERS, Range
@@ -81,6 +81,7 @@ def _check(arguments: argparse.Namespace) -> None:
 @command
 def main() -> None:
     arguments = parse_arguments()
+    announce(f"{arguments.folder}: reading the prepared data")
     from data_prep.check.findings import inspect
 
     if inspect(arguments):

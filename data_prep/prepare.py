@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-from cat_lm.core.cli import Once, Parser, number, output_path, path_name, whole
+from cat_lm.core.cli import Once, Parser, announce, number, output_path, path_name, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.numbers import DOCUMENTS, FRACTION, REPEATS, SEED, TEXT_BYTES, TOKENS, WORKERS
 from cat_lm.core.readers import clipped
@@ -211,6 +211,7 @@ def _flag(name: str) -> str:
 def main() -> None:
     arguments = parse_arguments()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends cleanly, as Ctrl-C does
+    announce(f"{arguments.out}: preparing {arguments.source}")
     # Set before the library starts its threads; the preparation brings its own processes.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if arguments.source == RAW:

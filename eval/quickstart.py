@@ -22,7 +22,7 @@ from cat_lm.core import numbers
 from cat_lm.core.cli import Parser, add_skip_checksums, output_path, path_name, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
-from cat_lm.pretrained.loading import model_folder, quiet_transformers
+from cat_lm.pretrained.loading import begin, model_folder
 from cat_lm.pretrained.record import comparing_files
 
 FACTORS = (0.5, 1, 2, 4)  # of the training length
@@ -85,7 +85,7 @@ def main() -> None:
         model_folder(run)
         if not (run / "config.yaml").is_file():
             raise UserError(f"run {run}: has no config.yaml; give the folder of a run of train.py")
-    quiet_transformers()
+    begin(*runs)
     from cat_lm.core.outputs import claim_outputs
     from eval.common.result_files import EVALUATION
     from eval.report.write import report

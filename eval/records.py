@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cat_lm.core.cli import Parser, path
+from cat_lm.core.cli import Parser, announce, path
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.files import write_text
 from eval.common.text_table import markdown_table
@@ -36,6 +36,7 @@ def main() -> None:
 
 
 def _render(arguments: argparse.Namespace) -> None:
+    announce(f"{arguments.folder}: rendering the reports")
     texts = render(arguments.folder)
     if not arguments.check:
         for name, text in texts.items():

@@ -13,10 +13,10 @@ from cat_lm.core.cli import Parser, add_skip_checksums, path_name
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.files import write_json
 from cat_lm.pretrained.loading import (
+    begin,
     check_vocabulary,
     load_model,
     load_tokenizer,
-    quiet_transformers,
 )
 from cat_lm.pretrained.record import comparing_files
 from eval.common.options import Option, add_options, options_of
@@ -169,7 +169,7 @@ def main() -> None:
     add_options(parser, Sampling)
     add_skip_checksums(parser)
     arguments = parser.parse_args()
-    quiet_transformers()
+    begin(arguments.run)
     with comparing_files(skip=arguments.skip_checksums):
         asked = options_of(arguments, Sampling)
         result = write_samples(Path(arguments.run), asked, arguments.data)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, learning_rates, output_path, path_name, whole
+from cat_lm.core.cli import Parser, announce, learning_rates, output_path, path_name, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
 from eval.lab.options import add_grid_options, add_seeds, execution_of
@@ -88,7 +88,6 @@ def main() -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run the study that is asked for."""
-    from eval.lab.run import run_study
     from eval.lab.study import StudyOptions
     from eval.studies import STUDIES
 
@@ -108,6 +107,9 @@ def run(arguments: argparse.Namespace) -> None:
         more |= _long_range(arguments)
     chosen = (tuple(more.pop(name, ())) for name in ("models", "rows", "columns"))
     asked = StudyOptions(arguments.scale, arguments.seeds, *chosen, more)
+    announce(f"{arguments.out}: study {study.name} at {arguments.scale} scale")
+    from eval.lab.run import run_study
+
     if run_study(study, asked, arguments.out, execution_of(arguments)):
         print(arguments.out / f"{study.name}.md")
 

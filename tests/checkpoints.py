@@ -73,13 +73,13 @@ def names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir() if path.name != ".lock")
 
 
-def to_resume(run: Path, resume: str = "auto") -> tuple[Path | None, list[str]]:
+def find_checkpoint_to_resume(run: Path, resume: str = "auto") -> tuple[Path | None, list[str]]:
     """(what a run would go on from, the lines for its log)."""
     lines: list[str] = []
     config = RunConfig.model_validate(run_values("data", run, resume=resume))
     ranks = Ranks(0, 0, 1, torch.device("cpu"))
     checkpoints = Checkpoints(run, config, ranks, lines.append)
     try:
-        return checkpoints.to_resume(), lines
+        return checkpoints.find_checkpoint_to_resume(), lines
     finally:
         checkpoints.close()

@@ -149,6 +149,64 @@ def test_help_is_light_and_unknown_options_are_bad_input():
             assert (code, out) == (2, "") and "error: " in err and "Traceback" not in err, name
 
 
+# A call of each command that imports something heavy, and how its first line begins. RUN is a run
+# folder with a checkpoint and an export, both empty.
+FIRST_LINES = {
+    "cat_lm.export": ("RUN", "exporting the newest checkpoint of RUN"),
+    "cat_lm.generate": ("RUN once", "loading RUN"),
+    "cat_lm.sparsify": ("RUN/model RUN/new --block 8 --top-k 2", "loading RUN/model"),
+    "cat_lm.upcycle": ("RUN/model RUN/new", "loading RUN/model"),
+    "data_prep.adopt": (
+        "RUN/a --validation RUN/b --tokenizer bytes --out RUN/new",
+        "RUN/new: adopting RUN/a",
+    ),
+    "data_prep.inspect": ("RUN/data", "RUN/data: reading"),
+    "data_prep.prepare": (
+        "--source files --path RUN --tokenizer bytes --out RUN/new",
+        "RUN/new: preparing files",
+    ),
+    "eval.landmark": ("diagnose RUN --data d --length 64 --out RUN/new", "loading RUN"),
+    "eval.length_sweep": ("RUN --data RUN/data --out RUN/new --lengths 8", "loading RUN"),
+    "eval.long_range": ("show listops --cache RUN/cache", "listops: data in RUN/cache"),
+    "eval.quickstart": ("RUN --out RUN/new", "loading RUN"),
+    "eval.recall": ("tradeoff --out RUN/new", "RUN/new: simulating landmarks"),
+    "eval.records": ("render --folder RUN", "RUN: rendering"),
+    "eval.report": ("RUN --out RUN/new", "RUN/new: writing the report of RUN"),
+    "eval.samples": ("RUN", "loading RUN"),
+    "eval.speed": ("conv", "measuring conv on device auto"),
+    "eval.study": ("maps --out RUN/new", "RUN/new: study maps at "),
+    "eval.zero_shot": ("RUN", "zero-shot tasks table2 of RUN"),
+    "launch.doctor": ("", "examining this machine"),
+    "train": (
+        "configs/quickstart.yaml train.output_dir=RUN/new",
+        "RUN/new: starting the run of configs/quickstart.yaml",
+    ),
+}
+# A heavy module that ends the process as it is imported.
+PIPES = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+STUB = "import os\nos.write(2, b'heavy\\n')\nos._exit(0)\n"
+
+
+def test_first_line_comes_before_heavy_imports(tmp_path):
+    """Torch alone takes seconds, in which a silent command seems to hang."""
+    assert set(commands()) - FIRST_LINES.keys() == {"launch.slurm", "launch.environment"}
+    for name in ("torch", "transformers", "datasets", "matplotlib", "pandas", "tokenizers"):
+        (tmp_path / f"stubs/{name}").mkdir(parents=True)
+        (tmp_path / f"stubs/{name}/__init__.py").write_text(STUB)
+    for name in ("checkpoints/step-00000001", "model"):
+        (tmp_path / "run" / name).mkdir(parents=True)
+    for name in ("config.yaml", "model/config.json", "model/model.safetensors"):
+        (tmp_path / "run" / name).write_text("{}")
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "stubs")}
+    for name, (words, first) in FIRST_LINES.items():
+        run = str(tmp_path / "run")
+        call = [sys.executable, "-m", name, *words.replace("RUN", run).split()]
+        with subprocess.Popen(call, cwd=REPOSITORY, env=environment, text=True, **PIPES) as process:
+            line = process.stderr.readline()
+            process.kill()
+        assert line.startswith(first.replace("RUN", run)), name
+
+
 def foreign_folder(folder: Path) -> Path:
     """Fill a folder as a hostile model's could be; returns the file that its code makes."""
     ran, info = folder / "RAN", folder / "plugin-1.0.dist-info"

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from cat_lm.core.errors import UserError
+from cat_lm.core.errors import UserError, launched_rank
 from cat_lm.core.folders import check_file, output_problem, path_problem
 from cat_lm.core.numbers import LEARNING_RATE, Range, check_number, check_whole
 from cat_lm.core.readers import clipped
@@ -24,18 +25,25 @@ class Parser(argparse.ArgumentParser):
     """A parser whose errors are `UserError`s, one line each; argparse prints the usage and ends."""
 
     def error(self, message: str) -> NoReturn:
+        if "arguments are required" in message:
+            self._refuse_misspelt(self._words)  # Such as the very one that is missing.
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Raise for an option that is nearly one of this parser's, or of its subcommand's."""
+        self._words = sys.argv[1:] if args is None else list(args)
         namespace, rest = super().parse_known_args(args, namespace)
-        known = [name.removeprefix("--") for name in self._option_string_actions]
-        for text in rest[: rest.index("--") if "--" in rest else None]:
-            name = text.partition("=")[0].removeprefix("--")[:60]
-            near = difflib.get_close_matches(name, known, 1) if text.startswith("--") else []
-            if near:
-                self.error(f"unrecognized arguments: {clipped(text)}; did you mean --{near[0]}?")
+        self._refuse_misspelt(rest)
         return namespace, rest
+
+    def _refuse_misspelt(self, words: list[str]) -> None:
+        known = [name.removeprefix("--") for name in self._option_string_actions]
+        for text in words[: words.index("--") if "--" in words else None]:
+            name = text.partition("=")[0].removeprefix("--")[:60]
+            is_known = any(option.startswith(name) for option in known)
+            near = difflib.get_close_matches(name, known, 1) if text.startswith("--") else []
+            if near and not is_known:
+                self.error(f"unrecognized arguments: {clipped(text)}; did you mean --{near[0]}?")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         # A shell's unset variable gives an empty value, which as a path would be the working
@@ -51,6 +59,16 @@ class Parser(argparse.ArgumentParser):
             self._check_value(action, value)
             return value
         return super()._get_values(action, arg_strings)
+
+
+def announce(line: str) -> None:
+    """Print on stderr what a command does, before it imports the libraries that take seconds.
+
+    Of several ranks, only the first prints. Nothing is printed where torch is imported already:
+    there the command is called by another program, and does not seem to hang.
+    """
+    if launched_rank() == "0" and "torch" not in sys.modules:
+        print(line, file=sys.stderr, flush=True)
 
 
 class Once(argparse.Action):

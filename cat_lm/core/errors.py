@@ -114,7 +114,7 @@ def _run(main: Callable[[], None]) -> None:
         raise SystemExit(1) from None
     except (UserError, OSError) as error:
         code = REQUEUE_EXIT_CODE if is_temporary(error) else 2
-        if isinstance(error, SharedError) and os.environ.get("RANK", "0") != "0":
+        if isinstance(error, SharedError) and launched_rank() != "0":
             # Launchers end all ranks when the first one leaves: let rank 0 finish its line.
             time.sleep(2)
             raise SystemExit(code) from None
@@ -127,6 +127,11 @@ def _run(main: Callable[[], None]) -> None:
                 raise
             line = f"{where or type(error).__name__}: {describe_os_error(error)}"
         _end(f"error: {line}", code)
+
+
+def launched_rank() -> str:
+    """Return the rank that torchrun, deepspeed or srun gave this process; "0" without them."""
+    return os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
 
 
 def _among_ranks() -> bool:

@@ -1,7 +1,6 @@
-"""Prepared text: token shards, the corpus they make up, and the loader that serves batches of it.
+"""Prepared text: token shards, the corpus that they form, and the loader of training batches.
 
-Importing this package costs numpy and nothing more; the tokenizers live in
-`cat_lm.data.tokenizers`.
+Importing this package imports no library but numpy. Tokenizers are in `cat_lm.data.tokenizers`.
 """
 
 from cat_lm.data.corpus import Mixture, TokenCorpus

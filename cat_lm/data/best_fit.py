@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 
-# A piece: where it starts in the stream, and its length, above two bits that tell its ends.
+# A piece of a document: its first token's index in the stream, and `length << 2 | flags`.
 PIECE = np.dtype([("start", "<i8"), ("packed", "<i4")])
-FIRST, CUT = 1, 2  # It is the first of its document; its document goes on in another window.
+# Flags of a piece: it begins its document; its document continues in another window.
+FIRST, CUT = 1, 2
 
 
 def pack(starts: np.ndarray, lengths: np.ndarray, context_length: int) -> tuple[np.ndarray, ...]:
-    """Pack documents, given by where they start and how long they are, both [N].
+    """Pack documents into windows of `context_length` tokens.
 
-    Returns the pieces [P], in the order of their windows, and the number of pieces in each window.
+    Args:
+        starts, lengths: first token and number of tokens of each document, both [N].
+
+    Returns:
+        The pieces [P] in the order of their windows, and the number of pieces in each window.
     """
     full = lengths // context_length
     rest = lengths - full * context_length
-    # Full windows of long documents.
+    # Cut long documents into full windows.
     owner = np.repeat(np.arange(len(lengths)), full)
     part = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
     cut = (part + 1) * context_length < lengths[owner]
@@ -25,7 +30,7 @@ def pack(starts: np.ndarray, lengths: np.ndarray, context_length: int) -> tuple[
         np.full(len(owner), context_length),
         np.where(part == 0, FIRST, 0) | np.where(cut, CUT, 0),
     )
-    # Rests, and documents that are shorter than a window.
+    # Pack the rests of these, and documents that are shorter than a window.
     some = np.flatnonzero(rest)
     windows = best_fit(rest[some], context_length)
     order = np.argsort(windows, kind="stable")
@@ -48,12 +53,12 @@ def _pieces(starts: np.ndarray, lengths: np.ndarray, flags: np.ndarray) -> np.nd
 def best_fit(lengths: np.ndarray, capacity: int) -> np.ndarray:
     """Return the window of each item by best-fit decreasing, numbered from 0; int64 [N].
 
-    The longest item first, each into the window with the least room that still holds it.
+    The longest item comes first. Each goes into the window with the least space that holds it.
     """
     windows = np.zeros(len(lengths), dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
     by_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    rooms = 0  # bit r is set where some window has room r
+    rooms = 0  # Bit r is set if some window has r free tokens.
     opened = 0
     placed = []
     for length in lengths[order].tolist():

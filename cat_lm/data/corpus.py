@@ -1,8 +1,8 @@
-"""A prepared folder as one stream of tokens per split, and several folders in fixed proportions.
+"""A prepared folder as one stream of tokens per split, and mixtures of several folders.
 
-Weights of a mixture count windows (sequences), not documents. They become whole numbers of windows
-in a block of `BLOCK` by largest remainder, so that the proportions hold exactly in every block of
-the run, and differ from the weights by less than 1 / BLOCK.
+Weights of a mixture count windows (sequences), not documents. Largest-remainder rounding turns them
+into whole numbers of windows per block of `BLOCK`. The proportions therefore hold exactly in every
+block of the run, and differ from the weights by less than 1 / BLOCK.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from cat_lm.data.manifest import MANIFEST, splits_of
 from cat_lm.data.shards import Shard
 
 OPENING_THREADS = 16
-# Files that a process needs besides the shards: libraries, sockets, logs.
+# Open files that a process needs besides the shards: libraries, sockets, logs.
 OTHER_FILES = 256
 BLOCK = 10_000
 
 
 class ListedShard:
-    """A `Shard` that a manifest lists; its files are looked at where they are first read.
+    """A `Shard` of a manifest, which is opened when it is first read.
 
-    Ranks of many nodes that each look at thousands of files keep a file system's servers busy.
+    If the ranks of many nodes opened thousands of files at once, they would overload a file system.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ListedShard:
 
     @cached_property
     def opened(self) -> Shard:
-        """The shard itself. Raises UserError where it is not what the manifest says."""
+        """Return the opened shard. Raises UserError if it differs from its manifest entry."""
         self._bring([self._entry])
         shard = Shard(self.bin_path.with_name(self.name))
         found = (shard.num_documents, shard.num_tokens, shard.dtype.name)
@@ -67,12 +67,13 @@ class ListedShard:
 class TokenCorpus:
     """One split of a prepared folder, memory-mapped: shards in order, as one stream of tokens.
 
-    Attributes: `name` (what a person calls it: the folder as given, or its address), `folder`
-    (where the tokenizer and the shards are on this machine), `split`, `manifest` (dict), `shards`
-    and `entries` (what the manifest says of each),
-    `num_tokens` (EOD tokens included), `num_documents`, `num_bytes` (UTF-8 bytes of the text),
-    `fingerprint`, `vocab_size`, `eod_id`.
-    `bring` is called with entries of the manifest before their shards are opened.
+    Attributes: `name` (the folder or address as the user gave it), `folder` (the local folder with
+    the tokenizer and the shards), `split`, `manifest` (dict), `shards`, `entries` (the shards'
+    entries in the manifest), `num_tokens` (EOD tokens included), `num_documents`, `num_bytes`
+    (UTF-8 bytes of the text), `fingerprint`, `vocab_size`, `eod_id`.
+
+    `bring` is called with a list of entries before their shards are opened, and makes the files
+    available.
     """
 
     def __init__(
@@ -111,26 +112,26 @@ class TokenCorpus:
 
     @property
     def parts(self) -> list[TokenCorpus]:
-        """The corpus itself, as the one part of a mixture."""
+        """Return a list of the corpus itself, as if it were a mixture with one part."""
         return [self]
 
     def look(self) -> None:
-        """Look at the header of each shard. Raises UserError for what is not as the manifest says.
+        """Read the header of every shard. Raises UserError for one that differs from the manifest.
 
-        On a network disk that is waiting, so several are looked at together.
+        Several are read in parallel, because a network file system answers slowly.
         """
         with ThreadPoolExecutor(OPENING_THREADS) as pool:
             list(pool.map(lambda shard: shard.opened, self.shards))
 
     def fetch(self, progress: Callable[[str], object] = lambda what: None) -> None:
-        """Bring all shards to this machine, where they are not; `progress` is told of it."""
+        """Copy shards that are not on this machine; `progress` is called with what is done."""
 
     def gather(self, starts: Sequence[int], stops: Sequence[int]) -> list[np.ndarray]:
-        """Return tokens [start, stop) of the stream for each pair, in the dtype on disk.
+        """Return the tokens [start, stop) of the stream for each pair, in the dtype on disk.
 
-        Views of the memory map where one shard holds them all. The disk is asked for everything
-        before any of it is looked at: a batch waits about as long as a window. Raises `UserError`
-        for ids that the vocabulary does not have, with the file and the place in it.
+        Ranges within one shard are views of its memory map. All reads are requested before any is
+        awaited, so that a batch takes about as long as a single window. Raises `UserError`, with
+        file and position, for ids outside of the vocabulary.
         """
         requests = list(self._requests(starts, stops))
         read = [shard.read(first, end) for _, shard, first, end in requests]
@@ -143,7 +144,7 @@ class TokenCorpus:
     def _requests(
         self, starts: Sequence[int], stops: Sequence[int]
     ) -> Iterator[tuple[int, ListedShard, int, int]]:
-        """Yield the tokens of shards that ranges are made of, each with its range's number."""
+        """Yield (index of the range, shard, first token, end) for each shard of each range."""
         starts, stops = np.asarray(starts, np.int64), np.asarray(stops, np.int64)
         wrong = (starts < 0) | (starts > stops) | (stops > self.num_tokens)
         if wrong.any():
@@ -173,7 +174,7 @@ class TokenCorpus:
         return self.gather([start], [stop])[0].astype(np.int64)
 
     def document(self, index: int) -> tuple[int, int]:
-        """Return the first token of document `index` in the stream, and its end (past its EOD)."""
+        """Return the range of document `index` in the stream: its start, and its end after EOD."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         which = bisect.bisect_right(self._document_ends, index)
@@ -190,14 +191,14 @@ class TokenCorpus:
         ]
 
 
-_NOTHING = np.empty(0, dtype=np.uint8)  # any other dtype wins over it
+_NOTHING = np.empty(0, dtype=np.uint8)  # Concatenating it changes no other dtype.
 
 
 def allow_open_files(shards: int) -> None:
-    """Raise this process's soft limit of open files: a memory map keeps its file open.
+    """Raise the limit of open files as far as allowed, because every mapped shard stays open.
 
     Raises:
-        UserError: the hard limit is too low for so many shards.
+        UserError: the hard limit is too low for this number of shards.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and shards + OTHER_FILES > hard:
@@ -209,14 +210,14 @@ def allow_open_files(shards: int) -> None:
 
 
 class Mixture:
-    """One split of several corpora; it has the attributes of a `TokenCorpus`, summed over them.
+    """One split of several corpora, with the attributes of a `TokenCorpus`; counts are summed.
 
-    Attributes: `parts` and `counts`, the corpora and the windows that each has in a block, sorted
-    by fingerprint, so that the order in which they are named does not matter; `folder`, the first
-    part's, whose tokenizer is everyone's; `fingerprint`, of the parts and their counts;
-    `manifest["unigram_loss"]`, the mean of the parts', weighted by their held-out tokens as the
-    validation loss is (weights of the mixture decide what is trained on, not what is scored).
-    Raises `UserError` for parts that do not go together, and for weights too small to count.
+    Attributes: `parts` and `counts` are the corpora and their windows per block, sorted by
+    fingerprint, so that the order in the configuration does not matter. `folder` is the first
+    part's (all have the same tokenizer), and `fingerprint` identifies the parts and counts.
+    `manifest["unigram_loss"]` is the mean of the parts' losses, weighted by their validation tokens
+    as the validation loss is: the mixture's weights apply to training only.
+    Raises `UserError` for incompatible parts, and for weights below one window per block.
     """
 
     def __init__(self, corpora: Sequence[TokenCorpus], weights: Sequence[float]) -> None:
@@ -241,9 +242,10 @@ class Mixture:
         return [line for part in self.parts for line in part.describe()]
 
     def describe_draws(self, sizes: Sequence[int], planned: Sequence[int]) -> list[str]:
-        """Describe the proportions for the log.
+        """Return the proportions as lines for the log.
 
-        Arguments, in the order of `parts`: windows in an epoch, and in the whole run.
+        Args:
+            sizes, planned: for each of `parts`, windows per epoch and in the whole run.
         """
         return [
             f"{part.name}: {count / BLOCK:.2%} of the windows, {drawn:,} in the run "
@@ -255,18 +257,18 @@ class Mixture:
 
 
 def joint_fingerprint(fingerprints: Sequence[str], counts: Sequence[int]) -> str:
-    """Identify a mixture by its parts, sorted by fingerprint, and their `block_counts`."""
+    """Return the fingerprint of a mixture from its parts', which are sorted, and block counts."""
     pairs = zip(fingerprints, counts, strict=True)
     identity = "".join(f"{fingerprint} {count}\n" for fingerprint, count in pairs)
     return hashlib.sha256(f"mixture of {BLOCK}\n{identity}".encode()).hexdigest()
 
 
 def block_counts(names: Sequence[str], weights: Sequence[float]) -> list[int]:
-    """Return how many windows of a block each corpus has: largest remainder, earlier ones win ties.
+    """Return the windows of each corpus per block, by largest remainder; ties go to earlier ones.
 
-    Raises `UserError` for a weight that comes to none.
+    Raises `UserError` for a weight of less than one window.
     """
-    # Fractions: sums of floats would break ties by their rounding.
+    # With floats, rounding errors would break ties.
     total = sum(map(Fraction, weights))
     exact = [BLOCK * Fraction(weight) / total for weight in weights]
     counts = [int(share) for share in exact]
@@ -283,7 +285,7 @@ def block_counts(names: Sequence[str], weights: Sequence[float]) -> list[int]:
 
 
 def _check_parts(corpora: Sequence[TokenCorpus]) -> None:
-    """Raise UserError for parts of different tokenizers, or with the same data."""
+    """Raise UserError if parts have different tokenizers, or two of them the same data."""
     first, names = corpora[0], {}
     for other in corpora:
         ours, theirs = first.manifest["tokenizer"], other.manifest["tokenizer"]

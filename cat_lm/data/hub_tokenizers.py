@@ -1,4 +1,4 @@
-"""Tokenizers by their names on the Hub, OWNER/NAME[@REVISION], downloaded once into its cache."""
+"""Download tokenizers from the Hugging Face Hub by their names, OWNER/NAME[@REVISION]."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "config.json")
 
 
 def is_hub_name(spec: str) -> bool:
-    """Return True if a SPEC is a name on the Hub: no file here has it, and it names no file."""
+    """Return True if a tokenizer SPEC looks like a Hub name and is no existing path."""
     return (
         bool(_NAME.fullmatch(spec))
         and not spec.endswith((".json", ".model"))
@@ -26,10 +26,10 @@ def is_hub_name(spec: str) -> bool:
 
 
 def pin(spec: str, earlier: Iterable[object] = ()) -> str:
-    """Return a name on the Hub with the commit in the place of its revision; others as they are.
+    """Return a Hub name with its revision replaced by the commit; other SPECs are unchanged.
 
     Args:
-        earlier: pinned SPECs; a name without a revision stays at the commit that it has there.
+        earlier: pinned SPECs; a name without a revision keeps the commit that it has in them.
 
     Raises:
         UserError: the Hub has no such repository or revision, or cannot be reached.
@@ -45,18 +45,18 @@ def pin(spec: str, earlier: Iterable[object] = ()) -> str:
 
 
 def hub_files(spec: str) -> list[Path]:
-    """Return the files of a pinned SPEC's tokenizer, in one folder of the Hub's cache.
+    """Return the paths of a pinned SPEC's tokenizer files in the Hub's cache, downloading them.
 
-    The first is its `tokenizer.json`, or where it has none its sentencepiece model.
+    The first is `tokenizer.json`, or the sentencepiece model of a repository without it.
 
     Raises:
-        UserError: there is neither, or the Hub cannot be reached and the cache lacks them.
+        UserError: the repository has neither, or the Hub cannot be reached and they are not cached.
     """
     name, _, commit = spec.partition("@")
     try:
         with explain_gated_access(name, "model"):
-            main = _fetched(name, commit, FAST) or _fetched(name, commit, SENTENCEPIECE)
-            others = [_fetched(name, commit, file) for file in SETTINGS]
+            main = _download_file(name, commit, FAST) or _download_file(name, commit, SENTENCEPIECE)
+            others = [_download_file(name, commit, file) for file in SETTINGS]
     except (OSError, ValueError) as error:
         raise _unavailable(spec, error) from error
     if main is None:
@@ -64,13 +64,13 @@ def hub_files(spec: str) -> list[Path]:
     return [main, *filter(None, others)]
 
 
-def _fetched(name: str, commit: str, file: str) -> Path | None:
-    """Return a file's place in the cache, None where the repository has no such file."""
+def _download_file(name: str, commit: str, file: str) -> Path | None:
+    """Return the cached path of a file, downloading it; None if the repository has no such file."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     cached = try_to_load_from_cache(name, file, revision=commit)
-    if cached is not None:  # a path, or the library's sign for a file that is known to be absent
+    if cached is not None:  # It is a path, or the library's marker of an absent file.
         return Path(cached) if isinstance(cached, str) else None
     try:
         return Path(hf_hub_download(name, file, revision=commit))

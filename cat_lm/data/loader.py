@@ -1,10 +1,10 @@
 """Batches as a pure function of (data, seed, step, rank, world size).
 
-Data are cut into windows of `context_length` tokens of the stream, or of whole documents
-(`cat_lm.data.packing`); every epoch visits each once, in a new order (`cat_lm.data.shuffle`). The
-order is computed, not stored, so that opening at any step costs the same, and nothing is replayed.
-A global batch does not depend on the number of ranks; rank r of w takes rows r·G/w … (r+1)·G/w − 1
-of it.
+The data are cut into windows of `context_length` tokens: of the stream, or of whole documents
+(`cat_lm.data.packing`). Every epoch visits each window once, in a new order
+(`cat_lm.data.shuffle`), which is computed and not stored: starting at any step costs the same.
+A global batch does not depend on the number of ranks w; rank r takes its sequences
+r·G/w … (r+1)·G/w − 1.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Batch = dict[str, np.ndarray]
 
 
 class StreamWindows:
-    """The stream cut every `context_length` tokens, wherever documents begin and end.
+    """Windows of the stream, cut every `context_length` tokens regardless of documents.
 
-    The tokens after the last whole window are not used; with `keep_rest` they are one more window,
-    padded with EOD and without labels there. Raises `UserError` where there is no window.
+    Tokens after the last whole window are dropped. With `keep_rest` they form one more window,
+    padded with EOD and without labels in the padding. Raises `UserError` if there is no window.
     """
 
     def __init__(self, corpus: TokenCorpus, context_length: int, keep_rest: bool = False) -> None:
@@ -55,20 +55,20 @@ class StreamWindows:
         labels = np.empty_like(input_ids)
         for row, tokens in enumerate(self.corpus.gather(starts, stops)):
             inputs, predicted = tokens[:length], tokens[1:]
-            # Both are copied straight from the disk's dtype: there is no wider copy in between.
+            # Assigning converts from the dtype on disk without another copy.
             input_ids[row, : len(inputs)], input_ids[row, len(inputs) :] = inputs, eod_id
             labels[row, : len(predicted)], labels[row, len(predicted) :] = predicted, IGNORE_INDEX
         batch = {"input_ids": input_ids, "labels": labels}
         if mask_documents:
             ends = input_ids == eod_id
             labels[ends] = IGNORE_INDEX
-            # EOD belongs to the document that it ends, so the count is of the ends before a token.
+            # An EOD belongs to the document that it ends: count the EODs before each token.
             batch["document_ids"] = np.cumsum(ends, axis=1) - ends
         return batch
 
 
 class JoinedWindows:
-    """The windows of several sources, numbered through: those of source i follow source i − 1's."""
+    """The windows of several sources, numbered consecutively from source to source."""
 
     def __init__(self, sources: Sequence[StreamWindows | PackedWindows]) -> None:
         self.sources = sources
@@ -95,13 +95,19 @@ class JoinedWindows:
 class TrainLoader:
     """Serves training batches of a corpus, or of a mixture of corpora.
 
-    Arguments: `context_length` T; `global_batch_size` G, windows in a step over all ranks; `seed`
-    of the order; `mask_documents`, whether documents in a window are to be kept apart; `packing`,
-    what a window is: `stream`, T tokens of the stream wherever documents begin and end, or
-    `best_fit`, whole documents that fill T as well as they can; `cache_dir`, where a packing plan
-    goes that cannot be kept beside the data.
-    `samples_per_epoch` windows make an epoch; of a mixture, it is that of all its corpora.
-    Raises `UserError` where a corpus is shorter than one window.
+    `samples_per_epoch` is the number of windows in an epoch, over all corpora of a mixture.
+
+    Args:
+        context_length: T, tokens per window.
+        global_batch_size: G, windows per step over all ranks.
+        seed: seed of the order.
+        mask_documents: return document ids, so that attention stays within documents.
+        packing: `stream`, T tokens of the stream regardless of documents, or `best_fit`, whole
+            documents that fill T as well as possible.
+        cache_dir: folder of packing plans that cannot be written beside the data.
+
+    Raises:
+        UserError: a corpus is shorter than one window.
     """
 
     def __init__(
@@ -137,41 +143,41 @@ class TrainLoader:
         self.samples_per_epoch = self._windows.num_windows
 
     def sample_ids(self, step: int, rank: int = 0, world_size: int = 1) -> np.ndarray:
-        """Return the windows that `rank` reads at `step` (from 0), int64 [G / world_size]."""
+        """Return the window numbers of `rank` at `step` (from 0), int64 [G / world_size]."""
         if step < 0:
             raise ValueError(f"step {step} is negative")
-        rows = rows_of_rank(self.global_batch_size, rank, world_size)
+        rows = sequences_of_rank(self.global_batch_size, rank, world_size)
         first = step * self.global_batch_size
         return self._order(np.arange(first + rows.start, first + rows.stop))
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
         """Return the batch of `rank` at `step` (from 0), int64 arrays [G / world_size, T].
 
-        `input_ids`; `labels`, where labels[:, t] is the token after input_ids[:, t], or −100 where
-        there is none to learn; and, with `mask_documents`, `document_ids`, counted from 0 in each
-        row, with the labels that would cross a document's end set to −100.
+        `labels[:, t]` is the token after `input_ids[:, t]`, or −100 where no token is to be
+        predicted. With `mask_documents` there are also `document_ids`, counted from 0 in each
+        sequence, and the last label of each document is −100.
         """
         numbers = self.sample_ids(step, rank, world_size)
         return self._windows.read(numbers, self.mask_documents)
 
     def describe(self, steps: int) -> list[str]:
-        """Describe the data for the log, and the mixture of a run of so many steps."""
+        """Return lines for the log about the data, and the mixture over this number of steps."""
         lines = self.corpus.describe()
         for source in self._windows.sources:
             if isinstance(source, PackedWindows):
                 lines += source.describe()
         if isinstance(self.corpus, Mixture):
-            planned = self._order.drawn(steps * self.global_batch_size)
+            planned = self._order.count_draws(steps * self.global_batch_size)
             lines += self.corpus.describe_draws(self._windows.sizes, planned)
         return lines
 
     def prefetch(
         self, first_step: int, last_step: int, rank: int = 0, world_size: int = 1, depth: int = 4
     ) -> Generator[Batch, None, None]:
-        """Yield the batches of steps first_step … last_step − 1, `depth` read ahead in a thread.
+        """Yield the batches of steps first_step … last_step − 1; a thread reads `depth` ahead.
 
-        An error in the thread is raised where its batch would have come. `close()` ends the thread,
-        and so does dropping the generator.
+        An error in the thread is raised in place of its batch. Closing or dropping the generator
+        ends the thread.
         """
         steps = iter(range(first_step, last_step))
         ready: deque[Future[Batch]] = deque()
@@ -188,8 +194,8 @@ class TrainLoader:
                     batch.cancel()
 
 
-def rows_of_rank(global_batch_size: int, rank: int, world_size: int) -> range:
-    """Return the rows of a global batch that belong to `rank`."""
+def sequences_of_rank(global_batch_size: int, rank: int, world_size: int) -> range:
+    """Return the range of the sequences of a global batch that belong to `rank`."""
     if global_batch_size % world_size:
         raise UserError(
             f"a global batch of {global_batch_size} windows cannot be shared by {world_size} ranks"
@@ -201,12 +207,12 @@ def rows_of_rank(global_batch_size: int, rank: int, world_size: int) -> range:
 
 
 class ValidationWindows:
-    """All windows of a split: every token after the first of a corpus is a label exactly once.
+    """All windows of a split, in which every token but a corpus's first is a label exactly once.
 
-    The last window is padded, with labels −100. With `mask_documents` first tokens of documents
-    are not scored. Windows of one corpus come in order; those of a mixture's corpora are
-    interleaved, so that the first n hold each corpus in its share of all held-out windows. Rank r
-    of w takes the windows r, r + w, r + 2w, …
+    The last window is padded, with labels −100. With `mask_documents` the first tokens of documents
+    are not scored. The windows of one corpus come in order. Those of a mixture are interleaved, so
+    that the first n windows hold each corpus in its proportion. Rank r of w takes the windows
+    r, r + w, r + 2w, …
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The manifest of prepared data: what its shards are, by name, count and checksum.
+"""The manifest of prepared data, which lists its shards with counts and checksums.
 
-It is read as one schema, so that whoever opens data finds every key there and of its kind; what
-comes back is the file's own dictionary, with what is in it for people.
+It is checked against one schema when it is read. The functions return the file's dictionary, which
+may have further keys for people.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Tokenizer(Record):
 
 
 class _Manifest(Record):
-    """The keys that readers rely on; everything else in the file is for people."""
+    """The schema of the keys that readers rely on; further keys are for people."""
 
     format_version: Annotated[int, Field(ge=FORMAT_VERSION, le=FORMAT_VERSION)]
     fingerprint: Digest
@@ -89,8 +89,8 @@ class _Manifest(Record):
 def read_manifest(folder: Path | str) -> dict[str, Any]:
     """Read the manifest of a prepared folder.
 
-    Raises UserError where there is none (the folder is absent or its preparation did not finish),
-    or it is not readable, of another format version, or not of a manifest's shape.
+    Raises UserError if there is none (the folder is missing or its preparation did not finish), and
+    for one that is unreadable, of another format version, or does not match the schema.
     """
     path = Path(folder) / MANIFEST
     if not path.exists():
@@ -100,7 +100,7 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
 
 
 def parse_manifest(text: bytes, name: str) -> dict[str, Any]:
-    """Read a manifest from its text; `name` is what errors call it. Raises UserError as above."""
+    """Parse the text of a manifest; errors, as of `read_manifest`, begin with `name`."""
     values = parse_value(text, name, finite=True)
     if not isinstance(values, dict):
         raise UserError(f"{name}: not a manifest of prepared data (holds {short(values)})")
@@ -120,7 +120,7 @@ def splits_of(manifest: dict[str, Any]) -> list[str]:
 
 
 def fingerprint(shards: Iterable[dict], tokenizer_sha256: str) -> str:
-    """Hash the shards' checksums, in order, and the tokenizer's (SHA-256): the data's identity."""
+    """Return the identity of data: the SHA-256 of the tokenizer's and all shards' checksums."""
     digest = hashlib.sha256(tokenizer_sha256.encode())
     for shard in shards:
         digest.update(f"{shard['name']} {shard['bin_sha256']} {shard['idx_sha256']}\n".encode())
@@ -130,8 +130,8 @@ def fingerprint(shards: Iterable[dict], tokenizer_sha256: str) -> str:
 def check_fingerprint(manifest: dict[str, Any], name: str) -> None:
     """Raise UserError unless a manifest's fingerprint is that of its shards and tokenizer.
 
-    A run that is resumed, a packing plan and a cache know their data by the fingerprint alone. The
-    error calls the data `name`.
+    Resumed runs, packing plans and caches identify their data by the fingerprint only. The error
+    begins with `name`.
     """
     found = fingerprint(listed_shards(manifest), manifest["tokenizer"]["sha256"])
     if found != manifest["fingerprint"]:

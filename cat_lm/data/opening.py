@@ -1,4 +1,4 @@
-"""Prepared data, opened: a split of a folder or an address, and all that a configuration names."""
+"""Open prepared data: a split of one folder or address, or all data of a configuration."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
 
 
 def is_remote(folder: Path | str) -> bool:
-    """Return True if it is an address, such as s3://bucket/data, and no path."""
+    """Return True for an address such as s3://bucket/data, False for a path."""
     return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", str(folder)) is not None
 
 
 def open_corpus(
     folder: Path | str, split: str, cache_dir: Path | str | None = None, look: bool = True
 ) -> TokenCorpus:
-    """Open a split of prepared data; read the manifest and a header per shard, no tokens.
+    """Open a split of prepared data by reading the manifest and the header of every shard.
 
     Args:
-        folder: a folder, or an address (s3://bucket/data): see `cat_lm.data.remote`.
-        cache_dir: where the local copies of what is at an address are kept.
-        look: at each shard now; else where it is first read, as another process has just looked.
+        folder: a folder, or an address such as s3://bucket/data (see `cat_lm.data.remote`).
+        cache_dir: folder of local copies of data at an address.
+        look: read the headers of all shards now; otherwise when a shard is first read, because
+            another process has just checked them.
 
     Raises:
         UserError: there is no such split, or manifest and shards do not belong together.
@@ -49,7 +50,7 @@ def open_corpus(
 def open_verified(
     folder: Path | str, split: str, cache_dir: Path | str | None = None
 ) -> TokenCorpus:
-    """Open a split as `open_corpus` does, copied to this machine, and `verify` it."""
+    """Open a split as `open_corpus` does, copy it to this machine, and check its checksums."""
     corpus = open_corpus(folder, split, cache_dir)
     corpus.fetch()
     verify([corpus], cache_dir)
@@ -59,9 +60,9 @@ def open_verified(
 def open_splits(
     config: RunConfig, look: bool = True
 ) -> tuple[TokenCorpus | Mixture, TokenCorpus | Mixture]:
-    """Open the training and the validation split as `open_corpus` does, without any order.
+    """Open the training and the validation split of a configuration, as `open_corpus` does.
 
-    Raises UserError also for a model of too small a vocabulary.
+    Raises UserError also if the model's vocabulary is smaller than the tokenizer's.
     """
     data, asked, splits = config.data, config.model.vocab_size, []
     for split in SPLITS:
@@ -73,7 +74,7 @@ def open_splits(
                 f"model.vocab_size={asked}: the tokenizer of {splits[0].name} has "
                 f"{splits[0].vocab_size} entries; use at least that, or leave the key out"
             )
-    # Each on its own may be few enough; all of them stay open together.
+    # The limit applies to the shards of all corpora together.
     allow_open_files(sum(len(split.shards) for split in splits))
     return splits[0], splits[1]
 
@@ -81,9 +82,9 @@ def open_splits(
 def open_data(
     config: RunConfig, look: bool = True
 ) -> tuple[TokenCorpus | Mixture, TokenCorpus | Mixture, TrainLoader]:
-    """Open the training and the validation split, and the order of the training samples.
+    """Open the training split, the validation split and the loader of training batches.
 
-    Raises UserError for data that are not there or do not fit the model or the context length.
+    Raises UserError for data that are missing or do not fit the model or the context length.
     """
     data = config.data
     corpus, held_out = open_splits(config, look)
@@ -103,9 +104,9 @@ def open_data(
 
 
 def check_ends(corpus: TokenCorpus | Mixture) -> None:
-    """Raise UserError where documents do not end with EOD, by which a stream tells them apart.
+    """Raise UserError unless documents end with EOD, by which masking finds their ends.
 
-    Without it, as in data of other tools, nothing would be masked, and nothing would say so.
+    Data of other tools may have no EOD; nothing would be masked then, without any error.
     """
     for part in corpus.parts:
         end = part.num_tokens

@@ -1,11 +1,11 @@
-"""Windows of whole documents: fewer are cut at a window's edge, and none is joined to half another.
+"""Windows of whole documents, of which only those longer than a window are cut.
 
-Documents longer than a window are cut into full windows and a rest. Rests and shorter documents
-are packed by best-fit decreasing: the longest first, each into the fullest window that has room for
-it; `GROUP` consecutive documents at a time, so that memory does not grow with the corpus. What
-comes out depends on the data and the context length only. It is computed once and kept in
-`DATA/packing/` (or in the cache, where the data cannot be written to), 12 bytes a piece and 8 bytes
-a window; reading any window costs the same.
+Documents longer than a window are cut into full windows and a rest. Rests and shorter documents are
+packed by best-fit decreasing: the longest first, each into the fullest window with space for it.
+`GROUP` consecutive documents are packed at a time, so that memory does not grow with the corpus.
+The packing plan depends on the data and the context length only. It is computed once and stored in
+`DATA/packing/` (or in the cache, if the data folder is read-only), with 12 bytes per piece and 8
+bytes per window. Reading any window costs the same.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cat_lm.data.corpus import TokenCorpus
 from cat_lm.data.manifest import SPLITS, Count, Digest
 from cat_lm.data.verified import NOTE, cache_folder, changed_files, note_files, verify
 
-PACKING = "packing"  # the folder, beside the shards or in the cache
+PACKING = "packing"  # the folder of plans, beside the shards or in the cache
 VERSION = 2
 FILES = ("windows.bin", "pieces.bin")
 PLAN_FILES = ("plan.json", *FILES, NOTE)
@@ -38,7 +38,7 @@ Progress = Callable[[str], object]
 
 
 class Plan(Record):
-    """The content of `plan.json`: the plan's data and settings, its size and its files' SHA-256."""
+    """The schema of `plan.json`: data, settings, size and checksums of a packing plan."""
 
     version: Literal[VERSION]
     fingerprint: Digest
@@ -52,12 +52,12 @@ class Plan(Record):
 
 
 class PackedWindows:
-    """Whole documents in windows of `context_length`; see the module's text.
+    """Whole documents packed into windows of `context_length` tokens, as the module describes.
 
-    Every token of every document is an input in exactly one window of an epoch. Labels never join
-    two documents that merely lie side by side, but for the first token of a whole document after
-    the EOD of another, which is a label (unless documents are masked) as it is in a stream. A
-    window is padded at its end with EOD; padding is never a label, and is a document of its own.
+    Every token of every document is an input in exactly one window of an epoch. As in a stream, and
+    unless documents are masked, the first token of a whole document is the label of the EOD before
+    it; no other label is a token of another document. A window is padded at its end with EOD.
+    Padding is never a label, and has a document id of its own.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class PackedWindows:
         if self.num_windows < 1:
             raise UserError(f"{corpus.name}: the {corpus.split} split has no tokens")
         self._num_cut = plan.cut_documents
-        # Of each window, the end of its pieces.
+        # For each window, the end of its range of pieces.
         self._ends = np.memmap(folder / "windows.bin", dtype="<i8", mode="r")
         self._pieces = np.memmap(folder / "pieces.bin", dtype=PIECE, mode="r")
 
@@ -91,7 +91,7 @@ class PackedWindows:
         )
         starts, lengths = pieces["start"].astype(np.int64), (pieces["packed"] >> 2).astype(np.int64)
         flags = pieces["packed"] & 3
-        # Of a cut document the next token is read too: it is the last label.
+        # For a cut document, read one more token, which is the last label.
         views = self.corpus.gather(starts, starts + lengths + (flags & CUT > 0))
         shape = (len(numbers), self.context_length)
         input_ids = np.full(shape, self.corpus.eod_id, dtype=np.int64)
@@ -150,11 +150,11 @@ def plan_folder(
         except OSError:
             if place is places[-1]:
                 raise
-            continue  # The data are on a disk that this user may only read.
+            continue  # The data folder is read-only for this user.
         with lock:
             if not is_made(place):
                 corpus.fetch(progress)
-                # A plan is kept: it must not come of a damaged index.
+                # Verify first, because a plan of a damaged index would be kept.
                 verify([corpus], cache_dir, (".idx",), progress)
                 _make_plan(place, corpus, identity, progress)
         return place
@@ -164,14 +164,14 @@ def plan_folder(
 def _check_plan(
     folder: Path, identity: dict, cache_dir: Path | str | None, progress: Progress
 ) -> Literal[True]:
-    """Raise UserError unless the folder holds the whole plan; temporary if it is unreadable now."""
+    """Raise UserError unless the folder holds the complete plan; a TemporaryError if unreadable."""
     try:
         plan = read_json(folder / "plan.json", Plan)
         is_it = plan.model_dump(include=set(identity)) == identity and set(plan.sha256) == {*FILES}
         if is_it and not any(changed_files(folder, plan.sha256, cache_dir, progress)):
             return True
     except (OSError, UserError) as error:
-        if is_temporary(error):  # Nobody is to delete it for that.
+        if is_temporary(error):  # It is no damage, and no reason to delete the plan.
             raise
     raise UserError(f"{folder}: the packing plan is damaged; delete this folder")
 
@@ -210,18 +210,18 @@ def _write_plan(
 
 
 def _document_groups(corpus: TokenCorpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield starts in the stream and lengths of documents, `GROUP` of a shard at a time."""
+    """Yield the starts in the stream and the lengths of `GROUP` documents of a shard at a time."""
     base = 0
     for shard in corpus.shards:
         for first in range(0, shard.num_documents, GROUP):
             starts, stops = shard.documents(first, min(first + GROUP, shard.num_documents))
             yield base + starts, stops - starts
-        shard.forget_index()  # Thousands of open files are more than some systems allow.
+        shard.forget_index()  # Some systems do not allow thousands of open files.
         base += shard.num_tokens
 
 
 def plan_files(data: Path) -> list[str]:
-    """List what this module may have put into a prepared folder."""
+    """Return the relative paths of packing plans and their locks in a prepared folder."""
     named = re.compile(rf"(?:{'|'.join(SPLITS)})-\d+-v{VERSION}-[0-9a-f]{{16}}")
     found = []
     for folder in sorted((data / PACKING).glob("*/")):

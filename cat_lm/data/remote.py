@@ -2,13 +2,13 @@
 
     CACHE/FINGERPRINT/         a prepared folder, as it fills up
       manifest.json tokenizer/
-      train-00000.bin .idx     whole, and equal to the manifest's SHA-256
-      .verified.jsonl          which ones were verified (see `cat_lm.data.verified`)
+      train-00000.bin .idx     complete files with the manifest's SHA-256
+      .verified.jsonl          the files that were verified (see `cat_lm.data.verified`)
       .copying.lock            held while a process copies: ranks of a host share the copies
 
-The order of the windows is a shuffle of the whole corpus: the first batch already reads from
-nearly every shard. So a run copies all shards before its first step (`fetch`); whoever reads a
-shard that is not here yet copies it first. A copy grows under a temporary name and is renamed once
+The windows of the whole corpus are shuffled, so that the first batch already reads from nearly
+every shard. A run therefore copies all shards before its first step (`fetch`); any other reader
+copies a shard when it first reads it. A copy is written under a temporary name, and renamed when
 its SHA-256 is right.
 """
 
@@ -34,25 +34,25 @@ from cat_lm.data.verified import Notes, cache_folder, note_files, shard_digests
 
 COPY_THREADS = 4
 CHUNK = 32 * 2**20
-# What `data_prep` writes; web servers cannot list their folders.
+# The tokenizer files that `data_prep` writes, because web servers cannot list folders.
 TOKENIZER_FILES = ("tokenizer_config.json", "sentencepiece.model", "tokenizer.json")
 
 Progress = Callable[[str], object]
 _log = logging.getLogger(__name__)
 
-# About four minutes in all: longer outages are the job script's to requeue after.
+# The attempts take about four minutes; after longer outages the job is requeued.
 ATTEMPTS = 10
-# Where nothing answers for the manifest, the address is more likely wrong than out of order.
+# If no server answers for the manifest, the address is probably wrong.
 FIRST_ATTEMPTS = 2
-# Refusals that no second attempt changes, by the names that the libraries give them.
+# Parts of the names of errors that libraries raise for refused access, which is not retried.
 _REFUSALS = re.compile("Credentials|TokenRetrieval|GatedRepo|RefreshError")
 
 
 def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> RemoteCorpus:
-    """Open a split of the prepared data at `url`; read the manifest, and once the tokenizer.
+    """Open a split of the prepared data at `url`, and copy the manifest and the tokenizer.
 
-    Raises `UserError` where there are no such data or access is refused, `ConnectionError` where
-    the storage stays out of reach, and `OSError` of the cache.
+    Raises `UserError` if there are no data or access is refused, `ConnectionError` if the storage
+    cannot be reached, and `OSError` for errors of the cache.
     """
     storage = Storage(url)
     try:
@@ -60,7 +60,7 @@ def open_remote(url: str, split: str, cache_dir: Path | str | None = None) -> Re
     except FileNotFoundError:
         raise UserError(f"{url}: holds no finished data (no {MANIFEST})") from None
     manifest = parse_manifest(text, f"{storage.url}/{MANIFEST}")
-    check_fingerprint(manifest, storage.url)  # It names the folder of the copies.
+    check_fingerprint(manifest, storage.url)  # The fingerprint names the folder of the copies.
     folder = cache_folder(cache_dir) / manifest["fingerprint"][:32]
     tokenizer = folder / "tokenizer/tokenizer.json"
     tokenizer.parent.mkdir(parents=True, exist_ok=True)
@@ -85,16 +85,16 @@ class RemoteCorpus(TokenCorpus):
         super().__init__(folder, split, manifest, storage.url, bring=self._copy)
 
     def fetch(self, progress: Progress = lambda what: None) -> None:
-        """Copy all shards here that are not, or wait for the process that does so.
+        """Copy all missing shards to this machine, or wait for the process that copies them.
 
-        Raises UserError for one that is not what the manifest says, and as `Storage.read`.
+        Raises UserError for a shard that differs from the manifest, and as `Storage.read` does.
         """
         self._copy(self.entries, progress)
 
     def missing(self, entries: list[dict]) -> list[dict]:
-        """Return which of these shards are not here as they were when they were copied."""
+        """Return the entries whose local copies are missing or were changed after copying."""
         notes = Notes(self.folder)
-        return [entry for entry in entries if not notes.hold(shard_digests(entry))]
+        return [entry for entry in entries if not notes.all_verified(shard_digests(entry))]
 
     def describe(self) -> list[str]:
         return [*super().describe(), f"{self.name}: its copies are in {self.folder}"]
@@ -104,7 +104,7 @@ class RemoteCorpus(TokenCorpus):
             return
         what = "waiting for a copy that another process makes"
         with wait_for_lock(self.folder / ".copying.lock", progress, what) as lock:
-            # What is left is of a process that was killed, unless there are no locks here.
+            # With the lock held, temporary files belong to killed processes.
             for left in () if lock.error else self.folder.glob(".*.bin.*.tmp"):
                 left.unlink(missing_ok=True)
             pool = ThreadPoolExecutor(COPY_THREADS, thread_name_prefix=f"copy-{self.split}")
@@ -119,7 +119,9 @@ class RemoteCorpus(TokenCorpus):
     def _copy_shard(self, entry: dict, progress: Progress) -> None:
         for name, digest in shard_digests(entry).items():
             path = self.folder / name
-            if path.is_file() and sha256(path) == digest:  # It was moved, or not noted by a kill.
+            if (
+                path.is_file() and sha256(path) == digest
+            ):  # It was moved here, or a kill came before its note.
                 continue
             found = hashlib.sha256()
             with atomic_write(path, "wb") as stream:
@@ -137,7 +139,7 @@ class RemoteCorpus(TokenCorpus):
     def _chunks(self, entry: dict, name: str) -> Iterator[bytes]:
         size = entry["tokens"] * np.dtype(self.manifest["dtype"]).itemsize
         try:
-            if name.endswith(".idx"):  # It is small, and its size is not in the manifest.
+            if name.endswith(".idx"):  # It is small, and the manifest does not have its size.
                 yield self._storage.read(name)
                 return
             for start in range(0, size, CHUNK):
@@ -147,7 +149,7 @@ class RemoteCorpus(TokenCorpus):
 
 
 class Storage:
-    """A folder at an address. Raises `UserError` where nothing can read such addresses here."""
+    """A folder at an address. Raises `UserError` if no installed library reads such addresses."""
 
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs
@@ -155,7 +157,7 @@ class Storage:
         self.url = url.rstrip("/")
         try:
             self._fs, self._root = url_to_fs(self.url)
-        except Exception as error:  # Every library has its own; that of fsspec names a package.
+        except Exception as error:  # Every storage library raises classes of its own.
             if _is_refusal(error):
                 raise self._refusal("", error) from error
             raise UserError(f"{url}: cannot be read here ({reason_of(error)})") from error
@@ -165,8 +167,8 @@ class Storage:
 
         Raises:
             FileNotFoundError: there is no such file.
-            UserError: access is refused, nothing answers, or the server knows no ranges.
-            ConnectionError: every attempt failed. No `UserError`: a run that it ends is to be
+            UserError: access is refused, no server answers, or the server cannot send ranges.
+            ConnectionError: every attempt failed; it is a transient error, after which a run is
                 started again.
         """
         place = f"{self.url}/{name}"
@@ -210,11 +212,11 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _has_no_server(error: BaseException | None) -> bool:
-    """Return True if an error comes of an unknown host, or of one that takes no connections."""
+    """Return True if the host of a request is unknown or accepts no connections."""
     kinds, seen = (socket.gaierror, ConnectionRefusedError), []
     while error is not None and error not in seen:
         if isinstance(error, kinds) or isinstance(getattr(error, "os_error", None), kinds):
-            return True  # `os_error` is of aiohttp
+            return True  # aiohttp keeps the original error in `os_error`.
         seen.append(error)
         error = error.__cause__ or error.__context__
     return False

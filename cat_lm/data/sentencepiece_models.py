@@ -1,4 +1,4 @@
-"""SentencePiece models: training one, and turning one into a fast tokenizer with the same ids."""
+"""Train SentencePiece models, and convert them to fast tokenizers with the same ids."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ EOD_PIECE = "<|endoftext|>"
 SPACE = "\u2581"  # how SentencePiece writes a space inside its pieces
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-TRAINING_BLOCK = 4000  # characters; what the trainer sees as one "sentence"
+TRAINING_BLOCK = 4000  # characters; the trainer sees a block as one "sentence"
 
 
 def train_model(texts: Iterable[str], vocab_size: int) -> bytes:
-    """Train a BPE model with byte fallback that gives back every text unchanged.
+    """Train a BPE model with byte fallback, whose decoding restores every text exactly.
 
-    No normalisation, whitespace kept (runs of it become pieces), no dummy prefix, digits one by
-    one, `<unk>` 0 and `<|endoftext|>` 1. The same texts give the same model on every machine.
-    Returns the serialized model; raises `UserError` where `vocab_size` does not fit the texts.
+    It has no normalisation and no dummy prefix, keeps whitespace (runs of it become pieces) and
+    splits digits; `<unk>` is id 0 and `<|endoftext|>` id 1. The same texts give the same model on
+    every machine. Returns the serialized model. Raises `UserError` if the texts do not allow this
+    `vocab_size`.
     """
     import sentencepiece
 
@@ -51,7 +52,7 @@ def train_model(texts: Iterable[str], vocab_size: int) -> bytes:
             bos_id=-1,
             pad_id=-1,
             eos_piece=EOD_PIECE,
-            max_sentence_length=4 * TRAINING_BLOCK + 4,  # bytes; no block is dropped
+            max_sentence_length=4 * TRAINING_BLOCK + 4,  # bytes; longer blocks would be dropped
             num_threads=1,
             minloglevel=2,
         )
@@ -63,9 +64,9 @@ def train_model(texts: Iterable[str], vocab_size: int) -> bytes:
 
 
 def _training_blocks(texts: Iterable[str]) -> Iterator[str]:
-    """Cut texts at line ends into blocks of bounded length, so that none is dropped as too long.
+    """Yield the texts in blocks that end at line ends and are not too long for the trainer.
 
-    NUL is left out: the trainer refuses it, and the byte pieces encode it.
+    NUL is removed, since the trainer refuses it; byte pieces can encode it nevertheless.
     """
     for text in texts:
         block, size = [], 0
@@ -82,11 +83,11 @@ def _training_blocks(texts: Iterable[str]) -> Iterator[str]:
 
 
 class SentencePieceModel:
-    """A parsed `*.model`, with what the conversion to a fast tokenizer needs.
+    """A parsed SentencePiece `*.model` that can be converted to a fast tokenizer.
 
-    Attributes: `serialized`, the file's bytes; `processor`, sentencepiece's own; `pieces`, the
-    text, score and type of each; `model_type`.
-    Raises `UserError` for what is no model, or has no exact fast tokenizer.
+    Attributes: `serialized` (the file's bytes), `processor` (sentencepiece's tokenizer), `pieces`
+    (text, score and type of each), `model_type`.
+    Raises `UserError` for invalid models, and for those without an exact fast tokenizer.
     """
 
     def __init__(self, serialized: bytes, name: str) -> None:
@@ -124,7 +125,7 @@ class SentencePieceModel:
         return cls(read_bytes(path), str(path))
 
     def settings(self) -> dict[str, str]:
-        """Return the names of the special tokens, as `tokenizer_config.json` has them."""
+        """Return the special tokens by their keys in `tokenizer_config.json`."""
         own = self.processor
         ids = {"unk_token": own.unk_id(), "eos_token": own.eos_id(), "bos_token": own.bos_id()}
         return {key: self.pieces[index][0] for key, index in ids.items() if index >= 0}
@@ -133,11 +134,11 @@ class SentencePieceModel:
         return [piece for piece, _, kind in self.pieces if kind in (UNKNOWN, CONTROL)]
 
     def fast_tokenizer(self, verbatim: bool = False) -> Tokenizer:
-        """Return a `tokenizers.Tokenizer` that gives the ids of this model.
+        """Return a `tokenizers.Tokenizer` that encodes texts to the same ids as this model.
 
-        With `verbatim`, only for a model that takes text as it is (`train_model`), it works on the
-        text itself with real spaces in its pieces: so a literal U+2581 in a text stays what it is,
-        where SentencePiece makes it a space. That is the one difference.
+        With `verbatim`, which is valid only for models of `train_model`, the pieces have real
+        spaces instead of U+2581. A literal U+2581 in a text is then kept, while SentencePiece
+        decodes it as a space. That is the only difference.
         """
         from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
         from tokenizers.models import BPE as Bpe
@@ -166,8 +167,8 @@ class SentencePieceModel:
         if self._normalizer.add_dummy_prefix:
             steps.append(decoders.Strip(" ", 1, 0))
         tokenizer.decoder = decoders.Sequence(steps)
-        # Where no piece has a space after another character, no merge crosses a cut before a run of
-        # spaces. Words are then short, and most of them come out of the encoder's cache.
+        # If no piece has a space after another character, no merge crosses the start of a run of
+        # spaces. Texts can then be split there, and most words are found in the encoder's cache.
         if not any(re.search(f"[^{space}]{space}", name) for name in names):
             word = Regex(f"{space}*[^{space}]+|{space}+")
             tokenizer.pre_tokenizer = pre_tokenizers.Split(word, behavior="isolated")
@@ -177,10 +178,10 @@ class SentencePieceModel:
         return tokenizer
 
     def _merges(self, names: list[str]) -> list[tuple[str, str]]:
-        """Return every pair of pieces that joins to a piece, best result first.
+        """Return every pair of pieces whose concatenation is a piece, in order of priority.
 
-        SentencePiece ranks a merge by the score of the piece that results; pairs with one result
-        tie, and a longer left part goes first as the leftmost merge would.
+        SentencePiece ranks a merge by the score of the resulting piece. Among the pairs of one
+        piece, a longer left part comes first, as the leftmost merge would.
         """
         mergeable = {
             name: (-score, index)
@@ -203,7 +204,7 @@ class SentencePieceModel:
         if spec.precompiled_charsmap:
             steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
         if spec.remove_extra_whitespaces:
-            # Spaces, and their sign at the end: sentencepiece keeps line ends.
+            # Strip spaces and U+2581 only, because sentencepiece keeps line ends.
             for pattern, content in ((rf"\A +|[ {SPACE}]+\z", ""), (" {2,}", " ")):
                 steps.append(normalizers.Replace(Regex(pattern), content))
         if spec.add_dummy_prefix:

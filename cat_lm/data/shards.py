@@ -1,6 +1,6 @@
 """Token shards in the `.bin/.idx` format that Megatron-LM and GPT-NeoX read and write.
 
-`NAME.bin` is the tokens of all documents, one after the other, little endian. `NAME.idx` is:
+`NAME.bin` holds the tokens of all documents, concatenated, little endian. `NAME.idx` holds:
 
     magic               9 bytes   MMIDIDX 00 00
     version             uint64    1
@@ -11,8 +11,8 @@
     pointers            int64[S]  byte offset of each sequence in the .bin
     document marks      int64[D]  index of each document's first sequence, closed by S
 
-Tokens are uint16 where the vocabulary has fewer than 65,536 ids and int32 otherwise. The format has
-no code for uint32; int32 holds any real vocabulary at the same width and stays readable by both.
+Tokens are uint16 for vocabularies of fewer than 65,536 ids, and int32 otherwise: the format has no
+code for uint32.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def index_bytes(documents: int) -> int:
-    """Return the bytes of the `.idx` of a shard with this many documents, one sequence each."""
+    """Return the size in bytes of the `.idx` of a shard with this number of documents."""
     return HEADER.size + 4 * documents + 8 * documents + 8 * (documents + 1)
 
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """The manifest's entry of a shard: `name` without suffix, counts, and checksums."""
+    """A shard's entry in the manifest: `name` without suffix, counts and checksums."""
 
     name: str
     documents: int
@@ -74,10 +74,10 @@ class ShardInfo:
 
 
 class Shard:
-    """One `.bin/.idx` pair, memory-mapped. Opening reads 34 bytes, whatever the shard's size.
+    """A memory-mapped pair of `.bin` and `.idx`. Opening reads 34 bytes of any shard.
 
     Attributes: `num_sequences`, `num_documents`, `num_tokens`, `dtype`.
-    Raises `UserError` for a missing file, a foreign format, or sizes that disagree.
+    Raises `UserError` for a missing file, another format, or inconsistent sizes.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -110,13 +110,13 @@ class Shard:
 
     @cached_property
     def tokens(self) -> np.ndarray:
-        """All tokens of the shard, [num_tokens], a read-only memory map; see also `read`."""
+        """Return all tokens of the shard, [num_tokens], as a read-only memory map."""
         if self._mapping is None:
             return np.empty(0, self.dtype)
         return np.frombuffer(self._mapping, self.dtype)
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Return tokens [start, stop), a view of the memory map, read in one request."""
+        """Return tokens [start, stop) as a view of the memory map; they are read in one request."""
         if self._mapping is not None:
             first = start * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
             size = stop * self.dtype.itemsize - first
@@ -125,12 +125,12 @@ class Shard:
 
     @cached_property
     def _mapping(self) -> mmap.mmap | None:
-        if self.num_tokens == 0:  # an empty file cannot be mapped
+        if self.num_tokens == 0:  # An empty file cannot be mapped.
             return None
         with open(self.bin_path, "rb") as stream:
             mapping = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        # Windows lie anywhere in the file. The kernel would read far ahead at each of them, which
-        # made a batch of 256 from a cold 30 GB corpus take seconds instead of milliseconds.
+        # Windows are read at random positions. The kernel's read-ahead would make a batch of 256
+        # from a cold 30 GB corpus take seconds instead of milliseconds.
         mapping.madvise(mmap.MADV_RANDOM)
         return mapping
 
@@ -140,29 +140,29 @@ class Shard:
             return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
 
     def forget_index(self) -> None:
-        """Unmap the `.idx`, whose file a map keeps open, until it is asked for again."""
+        """Unmap the `.idx`, and thereby close its file, until it is needed again."""
         self.__dict__.pop("_index", None)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens in each sequence, int32 [num_sequences]."""
+        """Return the number of tokens of each sequence, int32 [num_sequences]."""
         return self._part(np.dtype("<i4"), HEADER.size, self.num_sequences)
 
     @property
     def pointers(self) -> np.ndarray:
-        """Byte offset of each sequence in the `.bin`, int64 [num_sequences]."""
+        """Return the byte offset of each sequence in the `.bin`, int64 [num_sequences]."""
         return self._part(np.dtype("<i8"), HEADER.size + 4 * self.num_sequences, self.num_sequences)
 
     @property
     def document_marks(self) -> np.ndarray:
-        """Index of each document's first sequence, closed by the end, int64 [documents + 1]."""
+        """Return each document's first sequence, and the end, int64 [documents + 1]."""
         offset = HEADER.size + 12 * self.num_sequences
         return self._part(np.dtype("<i8"), offset, self.num_documents + 1)
 
     def documents(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the first tokens of documents [first, stop) and their ends, both int64.
+        """Return the start and end positions of the documents [first, stop), both int64.
 
-        Raises `UserError` where the index cannot be right.
+        Raises `UserError` for an index that is not consistent with the `.bin`.
         """
         marks = self.document_marks[first : stop + 1]
         begin, last = marks[:-1], marks[1:] - 1
@@ -183,11 +183,12 @@ class Shard:
 
 
 @contextmanager
-def _verified(path: Path) -> Iterator[tuple[Callable[[bytes], None], Any]]:
-    """Yield a function that appends to a new file, and the SHA-256 of what it was given.
+def _verified_file(path: Path) -> Iterator[tuple[Callable[[bytes], None], Any]]:
+    """Yield a function that appends bytes to a new file, and the SHA-256 object of these bytes.
 
-    The file is flushed, read again against its checksum (as a rule from the page cache: that finds
-    what was written wrongly, not what the disk loses), and only then gets its name.
+    The file is flushed, read again, compared with the checksum, and then renamed into place.
+    Reading again usually reads the page cache: it finds wrong writes, and no later damage by the
+    disk.
     """
     digest = hashlib.sha256()
     with atomic_write(path, "w+b") as stream:
@@ -209,7 +210,7 @@ def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> str:
     lengths = np.ascontiguousarray(lengths, dtype="<i4")
     ends = np.cumsum(lengths, dtype=np.int64)
     pointers = (ends - lengths) * dtype.itemsize
-    with _verified(path) as (append, digest):
+    with _verified_file(path) as (append, digest):
         append(HEADER.pack(MAGIC, VERSION, CODES[dtype], len(lengths), len(lengths) + 1))
         append(lengths.tobytes())
         append(pointers.astype("<i8").tobytes())
@@ -218,10 +219,10 @@ def write_index(path: Path, dtype: np.dtype, lengths: np.ndarray) -> str:
 
 
 class ShardWriter:
-    """Writes documents into the shard `folder/NAME.bin` and `.idx`. Use as a context manager.
+    """A context manager that writes documents into the shard `folder/NAME.bin` and `.idx`.
 
-    The `.idx` comes last, so that a pair with an index is a pair with its data. After an error
-    there is neither. `info` is the shard's entry in the manifest, once it is complete.
+    The `.idx` is written last, so that a shard with an index is complete. After an error there is
+    neither. `info` is the entry of the complete shard in the manifest.
     """
 
     info: ShardInfo
@@ -231,12 +232,12 @@ class ShardWriter:
         self._lengths, self._tokens, self._bytes = [np.empty(0, np.int32)], 0, 0
 
     def __enter__(self) -> ShardWriter:
-        self._file = _verified(self._folder / f"{self._name}.bin")
+        self._file = _verified_file(self._folder / f"{self._name}.bin")
         self._append, self._digest = self._file.__enter__()
         return self
 
     def write(self, tokens: np.ndarray, lengths: np.ndarray, text_bytes: Iterable[int]) -> None:
-        """Append documents: their tokens [sum of lengths], lengths, and UTF-8 bytes of each."""
+        """Append documents: their concatenated tokens, lengths, and sizes in UTF-8 bytes."""
         self._append(np.ascontiguousarray(tokens, dtype=self._dtype).tobytes())
         self._tokens += len(tokens)
         self._lengths.append(np.asarray(lengths, np.int32))
@@ -245,7 +246,7 @@ class ShardWriter:
     def __exit__(self, *error: Any) -> None:
         data, index = (self._folder / f"{self._name}.{suffix}" for suffix in ("bin", "idx"))
         if error[0] is None:
-            index.unlink(missing_ok=True)  # An old one must not stand beside the new data.
+            index.unlink(missing_ok=True)  # An old index must not be combined with new data.
         self._file.__exit__(*error)
         if error[0] is not None:
             return

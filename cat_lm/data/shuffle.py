@@ -1,7 +1,7 @@
-"""The order of the windows: computed from the position, never stored.
+"""The shuffled order of the windows, computed from the position and never stored.
 
-A position counts all windows that a run has drawn. Any position is as cheap as any other, so that
-opening at any step replays nothing, and the state of the order is the step alone.
+A position counts all windows that a run has count_draws. Every position costs the same to compute,
+so that a run can resume at any step, and the step is the only state of the order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ FEISTEL_ROUNDS = 8
 class Permutation:
     """A pseudo-random permutation of 0 … size − 1, computed point by point in O(1) memory.
 
-    A balanced Feistel network over the smallest 4^k ≥ size; values that fall outside the range are
-    encrypted again until they fall inside (cycle walking), which keeps it one-to-one.
+    It is a balanced Feistel network over the smallest 4^k ≥ size. Values outside of the range are
+    encrypted again until they fall inside (cycle walking), which keeps the mapping one-to-one.
     """
 
     def __init__(self, size: int, key: str) -> None:
@@ -29,7 +29,7 @@ class Permutation:
         self._keys = np.frombuffer(digest, dtype="<u8")
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Map positions (integers in [0, size)) to the values they hold; int64, same shape."""
+        """Return the permuted values of positions (integers in [0, size)); int64, same shape."""
         values = self._encrypt(np.asarray(positions, dtype=np.uint64))
         while (outside := values >= self.size).any():
             values[outside] = self._encrypt(values[outside])
@@ -43,21 +43,21 @@ class Permutation:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64: every output bit depends on every input bit."""
+    """Apply the finaliser of SplitMix64, with which every output bit depends on every input bit."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 class EpochOrder:
-    """Each of `size` windows once an epoch, every epoch in a new order."""
+    """An order that visits each of `size` windows once per epoch, every epoch in a new order."""
 
     def __init__(self, size: int, fingerprint: str, seed: int) -> None:
         self.size = size
         self._key = f"{fingerprint} {seed}"
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Return the windows at these positions (counted over all epochs), int64, same shape."""
+        """Return the window numbers at these positions (counted over all epochs), int64."""
         epochs, within = np.divmod(positions, self.size)
         numbers = np.empty(len(positions), dtype=np.int64)
         for epoch in np.unique(epochs):
@@ -67,12 +67,11 @@ class EpochOrder:
 
 
 class MixtureOrder:
-    """Windows of several sources, each drawn exactly in proportion within every block.
+    """An order over several sources with exact proportions in every block of positions.
 
-    Positions are cut into blocks of sum(`counts`). Each block holds source i exactly `counts[i]`
-    times, at places that a keyed permutation of the block decides; the n-th draw of a source is
-    the n-th position of its own `EpochOrder`. Windows are numbered through all sources: those of
-    source i follow those of source i − 1.
+    A block has sum(`counts`) positions. Source i has exactly `counts[i]` of them, which a keyed
+    permutation of the block chooses; the n-th draw of a source is the n-th position of its own
+    `EpochOrder`. Windows are numbered consecutively from source to source.
     """
 
     def __init__(self, orders: list[EpochOrder], counts: list[int], key: str) -> None:
@@ -82,7 +81,7 @@ class MixtureOrder:
         self._first = np.cumsum([0] + [order.size for order in orders[:-1]])
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """Return the windows at these positions, int64, same shape."""
+        """Return the window numbers at these positions, int64, same shape."""
         blocks, within = np.divmod(positions, self._ends[-1])
         numbers = np.empty(len(positions), dtype=np.int64)
         for block in np.unique(blocks):
@@ -91,8 +90,8 @@ class MixtureOrder:
             numbers[here] = self._numbers(sources[within[here]], draws[within[here]])
         return numbers
 
-    def drawn(self, positions: int) -> list[int]:
-        """Return how many of the first `positions` positions each source has."""
+    def count_draws(self, positions: int) -> list[int]:
+        """Return the number of the first `positions` positions that belong to each source."""
         block, within = divmod(positions, int(self._ends[-1]))
         sources, _ = self._draws(block)
         partial = np.bincount(sources[:within], minlength=len(self._counts))
@@ -106,7 +105,7 @@ class MixtureOrder:
         return numbers
 
     def _draws(self, block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return each position's source in a block, and which of its draws it is."""
+        """Return the source of each position of a block, and the number of the source's draw."""
         size = int(self._ends[-1])
         places = Permutation(size, f"{self._key} block {block}")(np.arange(size))
         sources = np.searchsorted(self._ends, places, side="right")

@@ -1,4 +1,4 @@
-"""Tokenizers: every TokenizerSPEC becomes a folder that `transformers` loads offline.
+"""Tokenizers: `build_tokenizer` turns a SPEC into a folder that `transformers` loads offline.
 
     PATH/tokenizer.json or a folder     as transformers saves them
     PATH/*.model                        sentencepiece, BPE or unigram
@@ -6,14 +6,14 @@
     train:sentencepiece:VOCAB           BPE with byte fallback, trained on the source
     bytes                               256 bytes and an end-of-document token
 
-`CONVENTION` holds for every kind, and the manifest says so: text is encoded without any token
-added, exactly one end-of-document (EOD) token follows each document, and none begins one. What
-looks like a special token inside a document ("</s>", "<|endoftext|>") is ordinary text. So it is to
-sentencepiece; transformers and `tokenizers` take such text for the token, unless they are told to
-split special tokens (`split_special_tokens=True`, `encode_special_tokens`), as they are here.
+`CONVENTION` applies to every kind, and is recorded in the manifest: texts are encoded without added
+tokens, exactly one end-of-document (EOD) token follows each document, and no token begins one. Text
+that looks like a special token ("</s>", "<|endoftext|>") is ordinary text, as in sentencepiece;
+transformers and `tokenizers` are configured accordingly (`split_special_tokens=True`,
+`encode_special_tokens`).
 
-A literal U+2581, sentencepiece's sign for a space, is a space to a `*.model`, as sentencepiece has
-it. A tokenizer trained here keeps it what it is, so that every text comes back from its ids.
+A literal U+2581 in a text, which sentencepiece uses for spaces, becomes a space with a `*.model`. A
+tokenizer trained here keeps it, so that decoding restores every text.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 TRAIN_PREFIX = "train:sentencepiece:"
-# What the end of a document is called where a tokenizer's own settings do not say.
+# Names of the EOD token that are tried if the tokenizer's settings have none.
 COMMON_EOD_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|eos|>")
 TOKENIZER_SUFFIXES = (".json", ".txt", ".model")
 MODEL_FILE = "sentencepiece.model"
@@ -57,7 +57,7 @@ CONVENTION = "one EOD after each document, no BOS; special tokens within a docum
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """The manifest's entry of a tokenizer; `sha256` is that of its `tokenizer.json`."""
+    """A tokenizer's entry in the manifest; `sha256` is that of its `tokenizer.json`."""
 
     spec: str
     kind: str
@@ -68,11 +68,11 @@ class TokenizerInfo:
     convention: str = CONVENTION
 
 
-def _content(token: Any) -> Any:
+def _token_text(token: Any) -> Any:
     return token.get("content", token) if isinstance(token, dict) else token
 
 
-_Name = Annotated[str | None, BeforeValidator(_content)]
+_Name = Annotated[str | None, BeforeValidator(_token_text)]
 
 
 class _Settings(Record):
@@ -85,7 +85,7 @@ class _Settings(Record):
 
 
 def check_spec(spec: str) -> None:
-    """Raise UserError where `spec` is no TokenizerSPEC or names a file that is not there."""
+    """Raise UserError if `spec` is not valid or names a missing file."""
     if spec == "bytes":
         return
     if spec.startswith("train:"):
@@ -98,7 +98,7 @@ def check_spec(spec: str) -> None:
 
 
 def _path_of(spec: str) -> Path:
-    """Return the file or folder of a path SPEC, or of one on the Hub in its cache."""
+    """Return the file or folder of a SPEC; for a Hub name, the one in the Hub's cache."""
     if not is_hub_name(spec):
         return Path(spec)
     first, *_ = hub_files(spec)
@@ -106,13 +106,13 @@ def _path_of(spec: str) -> Path:
 
 
 def spec_sha256(spec: str) -> str | None:
-    """Return the SHA-256 of the files that a path or a Hub SPEC names; None for other kinds."""
+    """Return the SHA-256 of the files of a SPEC; None for `bytes` and trained tokenizers."""
     if spec == "bytes" or spec.startswith("train:"):
         return None
     path, files = Path(spec), [Path(spec)]
     if is_hub_name(spec):
         files = hub_files(spec)
-    elif path.is_dir():  # of a model's folder only what a tokenizer may consist of
+    elif path.is_dir():  # A model's folder may hold other files, too.
         files = [file for file in sorted(path.iterdir()) if file.suffix in TOKENIZER_SUFFIXES]
     digests = "".join(f"{file.name} {sha256(file)}\n" for file in files)
     return hashlib.sha256(digests.encode()).hexdigest()
@@ -124,17 +124,20 @@ def build_tokenizer(
     training_text: Callable[[], Iterable[str]],
     eod_token: str | None = None,
 ) -> TokenizerInfo:
-    """Make the tokenizer of `spec` and write it to `folder`.
+    """Build the tokenizer of `spec` and write it to `folder`.
 
-    `training_text` gives the texts that `train:` learns from and is called for nothing else;
-    `eod_token` overrides the tokenizer's own end of document. Raises `UserError` where the spec
-    cannot be served.
+    Args:
+        training_text: returns the texts to train on; called for `train:` SPECs only.
+        eod_token: replaces the tokenizer's own end-of-document token.
+
+    Raises:
+        UserError: the tokenizer cannot be read, trained or converted, or has no EOD token.
     """
     check_spec(spec)
     folder = Path(folder)
     model: SentencePieceModel | None = None
     if spec == "bytes":
-        kind, tokenizer, settings = "bytes", bytes_tokenizer(), {"eos_token": EOD_PIECE}
+        kind, tokenizer, settings = "bytes", build_bytes_tokenizer(), {"eos_token": EOD_PIECE}
     elif spec.startswith("train:"):
         kind = "sentencepiece"
         model = SentencePieceModel(train_model(training_text(), _vocab_size(spec)), spec)
@@ -144,9 +147,9 @@ def build_tokenizer(
         tokenizer, settings = model.fast_tokenizer(), model.settings()
     else:
         kind = "transformers"
-        tokenizer, settings = from_transformers(path)
+        tokenizer, settings = read_transformers_tokenizer(path)
     eod = _eod_token(spec, tokenizer, eod_token or settings.get("eos_token"))
-    _save(folder, tokenizer, {**settings, "eos_token": eod})
+    _save_tokenizer(folder, tokenizer, {**settings, "eos_token": eod})
     if model is not None:
         (folder / MODEL_FILE).write_bytes(model.serialized)
     return TokenizerInfo(
@@ -160,11 +163,10 @@ def build_tokenizer(
 
 
 class DocumentEncoder:
-    """Encodes documents with the tokenizer of a prepared folder, as they are stored in shards.
+    """Encode documents with the tokenizer of a prepared folder, as they are stored in shards.
 
-    `tokenizers` looks for every piece of a unigram model in a text, and takes a literal "</s>" or
-    "<0x0A>" for the piece of that name. Sentencepiece spells such a text out, and so encodes the
-    documents of its unigram models here.
+    Unigram models of sentencepiece are run by sentencepiece itself, because `tokenizers` would
+    encode a literal "</s>" or "<0x0A>" in a text as the piece of that name.
     """
 
     def __init__(self, folder: Path | str, eod_id: int, vocab_size: int) -> None:
@@ -177,25 +179,25 @@ class DocumentEncoder:
             self._processor = SentencePieceModel.read(model).processor
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text without any token added."""
+        """Return the token ids of each text, without added tokens."""
         if self._processor is not None:
             return self._processor.encode(list(texts), num_threads=1)
         return self.fast_ids(texts)
 
     def fast_ids(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids that the folder's `tokenizer.json` gives each text."""
+        """Return the token ids of each text by the folder's `tokenizer.json`."""
         encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
 
     def encode_documents(
         self, texts: Sequence[str], dtype: np.dtype
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return tokens of all documents, each closed by EOD, in one array, and each one's length.
+        """Return the tokens of all documents in one array, an EOD after each, and their lengths.
 
-        Raises `UserError` for a tokenizer that produces EOD inside a document or an id that its
-        vocabulary does not have.
+        Raises `UserError` if the tokenizer returns EOD inside of a document, or an id outside of
+        its vocabulary.
         """
-        buffer = array("I")  # takes a list of ids several times faster than NumPy does
+        buffer = array("I")  # It copies a list of ids several times faster than NumPy.
         lengths = np.empty(len(texts), np.int32)
         for document, ids in enumerate(self.encode_batch(texts)):
             start = len(buffer)
@@ -215,15 +217,15 @@ class DocumentEncoder:
         return tokens.astype(dtype), lengths
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Return the text of these ids, special tokens shown."""
+        """Return the text of these ids, including special tokens."""
         return self.tokenizer.decode([int(token) for token in tokens], skip_special_tokens=False)
 
 
 def verify_tokenizer(info: TokenizerInfo, folder: Path | str, texts: Sequence[str]) -> None:
-    """Compare a folder's fast tokenizer with its reference on `texts`.
+    """Compare a folder's fast tokenizer with its reference implementation on `texts`.
 
-    A sentencepiece tokenizer must give sentencepiece's own ids, one of transformers those of its
-    own loader (`_transformers_ids`); a trained one and `bytes` must give every text back. Raises
+    A sentencepiece tokenizer must return the ids of sentencepiece, and one of transformers those of
+    `AutoTokenizer`. For trained tokenizers and `bytes`, decoding must restore every text. Raises
     `UserError` with the first difference.
     """
     encoder = DocumentEncoder(folder, info.eod_id, info.vocab_size)
@@ -254,9 +256,9 @@ def _sentencepiece_ids(
     texts: Sequence[str],
     encoded: Sequence[Sequence[int]],
 ) -> Iterator[Sequence[int]]:
-    """Yield sentencepiece's ids of each text; `encoded` where the two differ on purpose.
+    """Yield sentencepiece's ids of each text, or the ids in `encoded` if they differ on purpose.
 
-    See the texts of the module and of `DocumentEncoder`.
+    The docstrings of the module and of `DocumentEncoder` describe these cases.
     """
     normal = {index for index, (*_, kind) in enumerate(model.pieces) if kind == NORMAL}
     for text, ids in zip(texts, encoded, strict=True):
@@ -267,11 +269,11 @@ def _sentencepiece_ids(
 
 
 def _transformers_ids(path: Path, texts: Sequence[str]) -> tuple[str, Sequence[Sequence[int]]]:
-    """Return the reference of a transformers tokenizer, by name, and its ids.
+    """Return the name and the ids of the reference of a transformers tokenizer.
 
-    For a folder with its settings it is `AutoTokenizer`, which may build something else than
-    `tokenizer.json` says. A lone file has none but the file as it is, and so has a folder that
-    transformers cannot load (one whose class is code of its own).
+    For a folder with settings it is `AutoTokenizer`, which may change what `tokenizer.json`
+    describes. For a single file, and for a folder that transformers cannot load (because its class
+    is custom code), it is `tokenizer.json` itself.
     """
     if path.is_dir() and (path / "tokenizer_config.json").is_file():
         from transformers import AutoTokenizer
@@ -309,8 +311,8 @@ def _eod_token(spec: str, tokenizer: Tokenizer, named: str | None) -> str:
     )
 
 
-def _save(folder: Path, tokenizer: Tokenizer, settings: dict) -> None:
-    """Write the two files that `AutoTokenizer` needs, with nothing that would change the ids."""
+def _save_tokenizer(folder: Path, tokenizer: Tokenizer, settings: dict) -> None:
+    """Write the two files that `AutoTokenizer` needs, without settings that change the ids."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True) + "\n")
     write_json(
@@ -324,11 +326,11 @@ def _save(folder: Path, tokenizer: Tokenizer, settings: dict) -> None:
     )
 
 
-# The kinds of tokenizers
+# The types of tokenizers
 
 
-def bytes_tokenizer() -> Tokenizer:
-    """Return a tokenizer whose ids 0–255 are the bytes of the UTF-8 text, and 256 is EOD."""
+def build_bytes_tokenizer() -> Tokenizer:
+    """Return a tokenizer whose ids 0–255 are the bytes of UTF-8 text; id 256 is EOD."""
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
@@ -341,17 +343,17 @@ def bytes_tokenizer() -> Tokenizer:
 
 
 def _byte_characters() -> list[str]:
-    """Return the printable character by which the byte-level pre-tokenizer stands for each byte.
+    """Return the character that represents each byte in a byte-level tokenizer.
 
-    Printable Latin-1 bytes stand for themselves, the others follow from U+0100 on.
+    Printable Latin-1 bytes represent themselves; the others are numbered from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def from_transformers(path: Path) -> tuple[Tokenizer, dict]:
-    """Return the fast tokenizer of a file or a folder, and the names of its special tokens."""
+def read_transformers_tokenizer(path: Path) -> tuple[Tokenizer, dict]:
+    """Return the fast tokenizer of a file or a folder, and its special tokens by key."""
     from tokenizers.processors import Sequence as Processors
 
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -361,29 +363,29 @@ def from_transformers(path: Path) -> tuple[Tokenizer, dict]:
             "transformers' AutoTokenizer and save it)"
         )
     tokenizer = read_tokenizer_json(file)
-    # The settings beside a lone file are its own only under the name that goes with them.
+    # Settings beside a single file belong to it only if it is named tokenizer.json.
     config = file.with_name("tokenizer_config.json")
     named = config.is_file() and file.name == "tokenizer.json"
     settings = {key: name for key, name in read_json(config, _Settings) if name} if named else {}
     if tokenizer.encode("a").ids != tokenizer.encode("a", add_special_tokens=False).ids:
-        # A template that adds BOS or EOS: models trained on these shards never see it.
+        # Drop a template that adds BOS or EOS, which models trained on these shards never see.
         tokenizer.post_processor = Processors([])
     return tokenizer, settings
 
 
 def read_tokenizer_json(path: Path) -> Tokenizer:
-    """Read a `tokenizer.json`; what looks like a special token in a text is ordinary text."""
+    """Read a `tokenizer.json`; text that looks like a special token is encoded as ordinary text."""
     from tokenizers import Tokenizer
 
     text = read_text(path)
     try:
         tokenizer = Tokenizer.from_str(text)
     except BaseException as error:
-        # The library raises bare exceptions for what it cannot parse, and "panics", which are none.
+        # The library raises Exception for invalid files, and PanicException, a BaseException.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{path}: not a tokenizer.json ({reason(error)})") from None
-    # Writing it takes memory for every id up to the largest.
+    # Saving the tokenizer takes memory for every id up to the largest.
     token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1], default=("", 0))
     if problem := VOCABULARY.at_least(0).problem(largest):
         raise UserError(f"{path}: token {clipped(repr(token))} has the id {largest}, {problem}")

@@ -1,10 +1,10 @@
-"""Shards compared with their manifest's SHA-256, and kept files with their record's, once a copy.
+"""Compare files with their recorded SHA-256, each copy once.
 
-What was compared is noted in `.verified.jsonl` beside the files, or in the cache where their folder
-may not be written to: a line for each file, with its size, time and inode. A file that was changed,
-touched or copied has another line, and is read again. Lines are only appended, each in one write,
-so that processes may note at once; a torn line is no file's. Whoever has just read a file back
-(`data_prep`, the copies of remote data) notes it.
+A verified file is noted in `.verified.jsonl` beside it, or in the cache if its folder is read-only:
+one line per file, with its size, modification time and inode. A file that was changed, touched or
+copied no longer matches its line, and is read again. Lines are only appended, each in one write, so
+that several processes may add lines at the same time; an incomplete line matches no file. Code that
+has just written a file and read it back adds its note, too.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ if TYPE_CHECKING:
 
 DEFAULT_CACHE = "~/.cache/cat_lm/data"
 NOTE = ".verified.jsonl"
-BATCH = 64  # Files are noted together after so many were read.
+BATCH = 64  # number of files that are read before their notes are written
 
 
 def cache_folder(cache_dir: Path | str | None) -> Path:
-    """Return the folder of copies and plans that cannot be beside the data (`data.cache_dir`)."""
+    """Return the cache for copies and plans that cannot be beside the data (`data.cache_dir`)."""
     return Path(cache_dir or DEFAULT_CACHE).expanduser()
 
 
 def note_line(name: str, status: os.stat_result, digest: str) -> str:
-    """Return the note of a file: its state when its SHA-256 was found to be `digest`."""
+    """Return the note of a file with this status and SHA-256, as a JSON line."""
     state = {"size": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
     return json.dumps({"format": 1, "name": name, **state, "sha256": digest})
 
 
 def shard_digests(entry: dict, suffixes: Iterable[str] = (".bin", ".idx")) -> dict[str, str]:
-    """Return the SHA-256 of a shard's files, by their names, from its entry in the manifest."""
+    """Return the SHA-256 of a shard's files by file name, from its entry in the manifest."""
     return {f"{entry['name']}{suffix}": entry[f"{suffix[1:]}_sha256"] for suffix in suffixes}
 
 
 class Notes:
-    """The notes of a folder's verified files, as they are when this object is made."""
+    """The notes of a folder's verified files, read when the object is made."""
 
     def __init__(self, folder: Path, cache_dir: Path | str | None = None) -> None:
         self.folder = folder
@@ -60,18 +60,18 @@ class Notes:
                 self._lines.update(place.read_text(errors="replace").splitlines())
 
     def line(self, name: str, digest: str) -> str:
-        """Return the note of a file as it is now. Raises OSError."""
+        """Return the note of a file with its present status. Raises OSError."""
         return note_line(name, (self.folder / name).stat(), digest)
 
-    def hold(self, digests: Mapping[str, str]) -> bool:
-        """Return True if all files, as they are now, were found to have these SHA-256."""
+    def all_verified(self, digests: Mapping[str, str]) -> bool:
+        """Return True if all files are noted with these SHA-256 and have not changed since."""
         try:
             return all(self.line(*item) in self._lines for item in digests.items())
         except OSError:
             return False
 
     def add(self, lines: Iterable[str]) -> None:
-        """Note what was verified, beside the files or in the cache; nowhere if both are denied."""
+        """Append notes beside the files, or else to the cache; do nothing if both are read-only."""
         text = "".join(f"{line}\n" for line in lines)
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
         for place in self._places if text else ():
@@ -84,7 +84,7 @@ class Notes:
 
 
 def note_files(folder: Path, digests: Mapping[str, str]) -> None:
-    """Note files that this process has just written into `folder` and read again."""
+    """Note as verified the files that this process has just written and read back."""
     notes = Notes(folder)
     notes.add([notes.line(*item) for item in digests.items()])
 
@@ -95,17 +95,22 @@ def changed_files(
     cache_dir: Path | str | None = None,
     progress: Callable[[str], object] = lambda what: None,
 ) -> Iterator[Path]:
-    """Yield the files of a folder that are not what was written there, the largest first.
+    """Yield the files of a folder whose SHA-256 differs from the recorded one, the largest first.
 
-    What is noted as verified is not read, and what is right is noted. `digests` has the SHA-256 of
-    each file by its name; `progress` is told of a file each time that some of it is read. Raises
-    OSError for one that is missing, or cannot be read.
+    Files that are noted as verified are not read; files that are right are noted.
+
+    Args:
+        digests: file name -> SHA-256.
+        progress: called with a text whenever a part of a file was read.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
     """
     notes = Notes(folder, cache_dir)
-    todo = [name for name, digest in digests.items() if not notes.hold({name: digest})]
+    todo = [name for name, digest in digests.items() if not notes.all_verified({name: digest})]
     todo.sort(key=lambda name: -(folder / name).stat().st_size)
     for first in range(0, len(todo), BATCH):
-        # A file that is written to while it is read has another line afterwards.
+        # Take the status before reading: a file that changes meanwhile then does not match.
         lines = {
             folder / name: notes.line(name, digests[name]) for name in todo[first : first + BATCH]
         }
@@ -121,9 +126,9 @@ def verify(
     suffixes: Iterable[str] = (".bin", ".idx"),
     progress: Callable[[str], object] = lambda what: None,
 ) -> None:
-    """Check the tokenizers of prepared data, and read whatever shard was not verified yet.
+    """Check the tokenizers of prepared data, and read every shard that was not verified yet.
 
-    Raises UserError for a shard or a tokenizer that is not what the manifest says.
+    Raises UserError for a shard or a tokenizer that differs from the manifest.
     """
     for part in (part for corpus in corpora for part in corpus.parts):
         check_tokenizer(part.folder, part.manifest)
@@ -138,9 +143,10 @@ def verify(
 
 
 def check_tokenizer(folder: Path, manifest: dict) -> None:
-    """Check that the tokenizer in a prepared folder, which goes into checkpoints, made the data.
+    """Check that the tokenizer in a prepared folder is the one that encoded the data.
 
-    It is small, so that it is read each time. Raises UserError for another one.
+    Checkpoints get a copy of it. It is small, and read at every call. Raises UserError if it
+    differs.
     """
     path, expected = folder / "tokenizer" / "tokenizer.json", manifest["tokenizer"]
     again = "copy it again from where it is whole, or prepare the data again"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from cat_lm import architectures
+from cat_lm.core.cli import announce
 from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.files import os_error
 from cat_lm.core.numbers import BEAMS, LABELS, LAYERS, NEW_TOKENS
@@ -62,6 +63,17 @@ def model_label(folder: Path) -> str:
     """Name a model by its folder, or by its run where that is RUN/model."""
     folder = folder.resolve()
     return folder.parent.name if folder.name == "model" else folder.name
+
+
+def begin(*models: Path | str) -> None:
+    """Begin a command that loads models: look for their folders, announce it, import transformers.
+
+    Raises UserError for a folder without a model, before anything heavy is imported.
+    """
+    for model in models:
+        model_folder(model)
+    announce(f"loading {', '.join(map(str, models))}")
+    quiet_transformers()
 
 
 def quiet_transformers() -> None:

@@ -1,4 +1,4 @@
-"""The model of a run: built, filled with initial weights, described, and shared among the ranks."""
+"""Build the model of a run: configuration, initial weights, optimizer groups and precision."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
-    """Return the model's own configuration. Raises UserError where the model cannot be."""
+    """Return the transformers configuration of a run's model. Raises UserError if it is invalid."""
     architecture = config.architecture
     fields = architecture.fields(config.model, vocab_size, config.data.context_length)
     try:
@@ -41,18 +41,18 @@ def model_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
 
 
 def trained_config(config: RunConfig, vocab_size: int) -> PreTrainedConfig:
-    """Return `model_config` of the model as a step computes it."""
+    """Return `model_config` with the changes that the training objective makes to the model."""
     section = config.as_trained(config.model)
     return model_config(config.model_copy(update={"model": section}), vocab_size)
 
 
 def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> PreTrainedModel:
-    """Build a freshly initialised model in fp32 on the CPU, the same each time.
+    """Build a model in fp32 on the CPU, initialized from `train.seed`.
 
     Args:
-        weights: whether it has any; without, all of it is on the meta device, and the Engine fills
-            it with the first rank's: DeepSpeed sends these to all ranks anyway, and the host has
-            one copy.
+        weights: If False, leave the model on the meta device. The Engine then fills it with rank
+        0's
+            weights, which DeepSpeed broadcasts anyway, so that a host has a single copy.
     """
     fields = model_config(config, vocab_size)
     torch.manual_seed(config.train.seed)
@@ -60,7 +60,7 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
         with contextlib.nullcontext() if weights else torch.device("meta"):
             model = config.architecture.classes().causal_lm(fields)
         architectures.check_model(config.architecture, config.model, model)
-        make_fillable(model)
+        make_buffers_contiguous(model)
     except (ValueError, ImportError) as error:
         raise UserError(f"model: {' '.join(str(error).split())}") from error
     model.set_conv_backend(config.train.conv_backend)
@@ -73,7 +73,7 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
 
 
 def vocab_size(config: RunConfig, corpus: TokenCorpus, checkpoint: Path | None) -> int:
-    """Return the vocabulary of the model: the checkpoint's, the initial model's, or the data's.
+    """Return the vocabulary size: of the checkpoint, of `train.init_from`, or of the data.
 
     A model's vocabulary may be larger than its tokenizer's (Pythia's 50,304 for 50,277 entries).
     Raises UserError where the initial model's tokenizer is not the data's.
@@ -94,11 +94,11 @@ def vocab_size(config: RunConfig, corpus: TokenCorpus, checkpoint: Path | None) 
 
 
 def load_initial_weights(model: PreTrainedModel, folder: str) -> list[str]:
-    """Fill `model` with the weights of the model in `folder`, in the dtype of `model`.
+    """Copy the weights of the model in `folder` into `model`.
 
-    What its pattern of attention learns and theirs has not, or for other options, stays as it
-    starts, and is returned by its names in a layer. Raises UserError for another model than the
-    configuration describes.
+    Parameters of the attention pattern that the folder lacks, or has with other options, keep their
+    initial values. Return their names within a layer. Raises UserError if the model in `folder` is
+    not the one that the configuration describes.
     """
     source = model_folder(folder)
     theirs, ours = read_config(source), model.config
@@ -117,7 +117,7 @@ def load_initial_weights(model: PreTrainedModel, folder: str) -> list[str]:
             f"train.init_from={folder}: is another model than the configuration's: "
             + "; ".join(differences)
         )
-    # What has another meaning in our model, or none, is left out.
+    # Leave out the parameters of a pattern with other options, whose meaning is different.
     keeps_all = "attention" not in there or attention.keeps_parameters(there, here)
     weights = {
         name: weight
@@ -130,8 +130,8 @@ def load_initial_weights(model: PreTrainedModel, folder: str) -> list[str]:
     return sorted({".".join(name.split(".")[-2:]) for name in starts})
 
 
-def give_memory(model: nn.Module, device: torch.device) -> None:
-    """Allocate what is on the meta device on `device`, with any content; tied weights stay tied."""
+def allocate_meta_tensors(model: nn.Module, device: torch.device) -> None:
+    """Allocate the model's meta tensors on `device`, uninitialized; tied weights stay tied."""
     made: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for held in (module._parameters, module._buffers):
@@ -146,32 +146,37 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
                 held[name] = made[tensor]
 
 
-def make_fillable(model: nn.Module) -> None:
-    """Make buffers contiguous: after `Tensor.expand` numbers share their places."""
+def make_buffers_contiguous(model: nn.Module) -> None:
+    """Make buffers contiguous, because elements of an expanded tensor share memory."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             module._buffers[name] = None if buffer is None else buffer.contiguous()
 
 
 @torch.no_grad()
-def share_buffers(model: nn.Module, ranks: Ranks) -> None:
-    """Broadcast the first rank's buffers, whatever others drew (a collective)."""
-    make_fillable(model)
+def broadcast_buffers(model: nn.Module, ranks: Ranks) -> None:
+    """Broadcast the buffers of rank 0, which may differ on other ranks (a collective)."""
+    make_buffers_contiguous(model)
     if ranks.world_size == 1:
         return
     for buffer in model.buffers():
         if buffer.numel() > 0:
-            # As bytes, which every backend sends, NaN and booleans too.
+            # Every backend can send bytes, and sends NaN and booleans unchanged.
             torch.distributed.broadcast(buffer.view(-1).view(torch.uint8), src=0)
 
 
 def describe_backend(
     config: RunConfig, model: PreTrainedConfig, device: torch.device, key: str
 ) -> str:
-    """Return what will compute convolutions and attention of a run, or its recurrences, and why.
+    """Return a text with the backend that a run will use, and why.
 
-    The key is `conv_backend`, or `mixer_backend`, whose text is empty without recurrences. Raises
-    UserError where the backend that the configuration names cannot serve.
+    Args:
+        key: `conv_backend` for convolutions and attention, or `mixer_backend` for recurrences,
+        whose
+            text is empty for models without them.
+
+    Raises:
+        UserError: the configured backend cannot run here.
     """
     backend = getattr(config.train, key)
     how = model, device, compute_dtype(config), backend
@@ -181,10 +186,10 @@ def describe_backend(
         raise UserError(f"train.{key}={backend}: {error}") from error
 
 
-def documents_apart(
+def choose_document_attention(
     config: RunConfig, model: PreTrainedModel, device: torch.device
 ) -> DocumentAttention | None:
-    """Return what keeps packed documents apart in attention, and why; None where nothing does."""
+    """Return how attention separates packed documents, and why; None if nothing separates them."""
     if not config.data.mask_documents or not model.takes_borders:
         return None
     is_other = bool(config.objective.section)
@@ -193,15 +198,16 @@ def documents_apart(
 
 
 def compute_dtype(config: RunConfig) -> torch.dtype:
-    """Return the dtype that layers compute in; precision must be decided."""
+    """Return the dtype that layers compute in; `train.precision` must not be `auto`."""
     return torch.bfloat16 if config.train.precision == "bf16" else torch.float32
 
 
-def begins_again_in_fp32(config: RunConfig) -> bool:
-    """Return True if master weights get what the model came with; precision must be decided.
+def needs_exact_masters(config: RunConfig) -> bool:
+    """Return True if master weights must be set to the initial fp32 weights.
 
-    Where not all weights learn, no bit of the others may change, and DeepSpeed makes them of the
-    model's bf16. In fp32, and without ZeRO, they are the weights themselves.
+    If some weights are frozen, these must keep every bit, but DeepSpeed makes the fp32 masters from
+    the model in bf16. In fp32, and without ZeRO, the masters are the weights themselves.
+    `train.precision` must not be `auto`.
     """
     train = config.train
     rounds = train.precision == "bf16" and train.zero_stage > 0
@@ -209,7 +215,7 @@ def begins_again_in_fp32(config: RunConfig) -> bool:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
-    """Return the optimizer's groups, with weight decay and without: `parameters_by_decay`."""
+    """Return two optimizer groups: the parameters with weight decay and those without."""
     decayed, exempt = parameters_by_decay(model)
     groups = [
         {"params": decayed, "weight_decay": weight_decay},
@@ -221,11 +227,11 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict]:
 def optimizer_groups(
     model: nn.Module, kind: OptimizerKind, section: OptimizerSection, options: Any
 ) -> list[dict]:
-    """Divide `parameter_groups` by the state that a parameter keeps and by its learning rate.
+    """Return optimizer groups of equal weight decay, kinds of state and learning-rate factor.
 
-    Each group has the `names` of its parameters, the `kinds` of their state, and `lr_factor`, by
-    which the schedule's rate is multiplied. Raises UserError for a pattern of
-    `optimizer.lr_groups` that no parameter's name matches.
+    Each group has the `names` of its parameters, the `kinds` of state that the optimizer keeps, and
+    `lr_factor`, by which the scheduled learning rate is multiplied. Raises UserError for a pattern
+    of `optimizer.lr_groups` that matches no parameter.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     factors, kinds = _rate_factors(section.lr_groups, list(names.values())), kind.state_kinds(model)
@@ -244,7 +250,7 @@ def optimizer_groups(
 
 
 def _rate_factors(patterns: dict[str, float], names: list[str]) -> dict[str, float]:
-    """Return the factor of each parameter's rate: that of the first pattern that matches it."""
+    """Return each parameter's learning-rate factor: that of the first matching pattern, or 1."""
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise UserError(
@@ -257,23 +263,25 @@ def _rate_factors(patterns: dict[str, float], names: list[str]) -> dict[str, flo
 
 
 def make_deterministic() -> None:
-    """Have every operator give the same bits each time on a GPU, for the rest of the process.
+    """Make operators bit-reproducible on a GPU for the rest of the process.
 
-    A backward pass may add with atomics, in whatever order threads arrive; torch's attention does,
-    the kernels of this project do not. torch then takes kernels without atomics, and refuses
-    operators that have none. Must come before the first matrix product on a GPU.
+    Backward passes may add with atomics, in any order: torch's attention does, the kernels of this
+    project do not. torch then chooses kernels without atomics, and raises for operators that have
+    none. This must be called before the first matrix product on a GPU.
     """
-    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # for transformers, which calls flash-attn
-    # The sizes of its workspace with which cuBLAS promises the same bits (its manual, 2.1.4).
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = (
+        "1"  # Read by transformers, which calls flash-attn.
+    )
+    # cuBLAS is reproducible only with one of these workspace sizes (cuBLAS manual, 2.1.4).
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
-    # Writing to all memory before its use finds errors of code; it is not needed for equal bits.
+    # Filling new memory helps to find bugs, costs time, and is not needed for equal bits.
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def resolve_precision(config: RunConfig, device: torch.device) -> tuple[str, str]:
-    """Return (`bf16` or `fp32`, why): `auto` takes bf16 only where the hardware multiplies it."""
+    """Return (`bf16` or `fp32`, the reason); `auto` is bf16 on hardware that multiplies it."""
     asked = config.train.precision
     if asked != "auto":
         return asked, "asked for"

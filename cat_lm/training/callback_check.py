@@ -1,6 +1,6 @@
-"""Check on a CPU that a callback does what every callback promises: see `cat_lm.testing`.
+"""Check on a CPU that a callback keeps the promises of its interface, for `cat_lm.testing`.
 
-The run is pretended: its steps move the weights of a small model at random.
+The run is simulated: its steps add noise to the weights of a small model.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from cat_lm.core.registry import describe_plugin_error
 from cat_lm.model import CatConfig, CatForCausalLM
 from cat_lm.training.checkpoint.callback_state import (
     CallbackState,
-    opened_state,
-    storable,
+    open_state,
+    to_stored_state,
     write_callback_states,
 )
 from cat_lm.training.distributed import Ranks
 
 STEPS, HALF = 6, 3
 _SIZES = {"num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 8}
-# As `Report.record` makes it.
+# A record as `Report.record` returns it.
 _RECORD = {"tokens": 8, "loss": 2.0, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_second": 80.0}
 _RECORD |= {"mfu": None, "data_seconds": 0.01, "step_seconds": 0.1}
 
 
 class Broken(Exception):
-    """A callback breaks a promise; the text follows its name."""
+    """A callback breaks a promise; the text is a clause that follows the callback's name."""
 
 
 @dataclass
-class Pretended:
-    """A run whose steps draw noise, with or without a callback."""
+class SimulatedRun:
+    """A simulated run, with or without a callback."""
 
     config: RunConfig
     folder: Path
@@ -98,33 +98,34 @@ class Pretended:
 
 
 def check_callback(kind: CallbackKind, options: Mapping[str, Any]) -> None:
-    """Check a callback: events, what it leaves alone, and that its state is whole.
+    """Check a callback's events, that it changes neither weights nor generators, and its state.
 
     Args:
-        options: its own; of one that a key chooses, keys of the configuration, as train.ema_decay.
+        options: the callback's options; for a callback that a configuration key chooses, keys such
+            as train.ema_decay.
 
     Raises:
-        Broken: what is wrong.
-        UserError: options that it refuses.
+        Broken: the callback breaks a promise.
+        UserError: the callback refuses the options.
     """
-    config = _config(kind, options)
+    config = _build_config(kind, options)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        straight = _pretended(kind, config, folder)
+        straight = _simulate_run(kind, config, folder)
         straight.steps(1, STEPS)
-        wanted = _state(straight)
+        wanted = _stored_state(straight)
         straight.call("end", STEPS, 0)
         _check_records(straight.recorded)
-        first = _pretended(kind, config, folder)
+        first = _simulate_run(kind, config, folder)
         first.steps(1, HALF)
-        state = _state(first)
+        state = _stored_state(first)
         first.call("end", HALF, 75)
-        second = _pretended(kind, config, folder, model=first.model)
+        second = _simulate_run(kind, config, folder, model=first.model)
         ((path, _),) = write_callback_states(folder, {kind.name: state})
-        with opened_state(path) as stored:
+        with open_state(path) as stored:
             second.call("restore", stored)
         second.steps(HALF + 1, STEPS)
-        found = _state(second)
+        found = _stored_state(second)
         second.call("end", STEPS, 0)
     if found.values != wanted.values or found.tensors.keys() != wanted.tensors.keys():
         raise Broken(f"has the state {found.values} after a restart, else {wanted.values}")
@@ -133,7 +134,7 @@ def check_callback(kind: CallbackKind, options: Mapping[str, Any]) -> None:
             raise Broken(f"has another {key} in its state after a restart")
 
 
-def _config(kind: CallbackKind, options: Mapping[str, Any]) -> RunConfig:
+def _build_config(kind: CallbackKind, options: Mapping[str, Any]) -> RunConfig:
     values: dict[str, dict[str, Any]] = {
         "model": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
         "data": {"path": "none", "context_length": 8},
@@ -151,25 +152,25 @@ def _config(kind: CallbackKind, options: Mapping[str, Any]) -> RunConfig:
     return RunConfig.model_validate(values)
 
 
-def _pretended(
+def _simulate_run(
     kind: CallbackKind, config: RunConfig, folder: Path, model: torch.nn.Module | None = None
-) -> Pretended:
+) -> SimulatedRun:
     if model is None:
         torch.default_generator.manual_seed(0)
         model = CatForCausalLM(CatConfig(**_SIZES, num_hidden_layers=1))
-    pretended = Pretended(config, folder, model)
+    simulated = SimulatedRun(config, folder, model)
     options = next((given for found, given in chosen(config) if found.name == kind.name), None)
     if options is None:
         raise UserError(f"callback {kind.name}: is not registered, or these keys do not choose it")
-    pretended.callback = kind.build(options, pretended.run())
-    if not isinstance(pretended.callback, Callback):
-        raise Broken(f"build gives a {type(pretended.callback).__name__}; must give a Callback")
-    return pretended
+    simulated.callback = kind.build(options, simulated.run())
+    if not isinstance(simulated.callback, Callback):
+        raise Broken(f"build gives a {type(simulated.callback).__name__}; must give a Callback")
+    return simulated
 
 
-def _state(pretended: Pretended) -> CallbackState:
+def _stored_state(simulated: SimulatedRun) -> CallbackState:
     try:
-        return storable(pretended.call("state"))
+        return to_stored_state(simulated.call("state"))
     except UserError as error:
         raise Broken(str(error)) from error
 

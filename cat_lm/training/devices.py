@@ -1,4 +1,4 @@
-"""GPUs by their makers' data sheets, and what is assumed of networks. Imports nothing heavy."""
+"""GPUs with the numbers of their data sheets, and an assumed network bandwidth. Torch-free."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 from cat_lm.core.errors import UserError
 
-# GB/s that a GPU sends to other nodes: 200 Gb/s each, which clusters of A100 have and those of H100
-# at least have.
+# GB/s that a GPU sends to other nodes: 200 Gb/s, as in clusters of A100. Those of H100 have at
+# least as much.
 ASSUMED_INTERCONNECT = 25.0
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU by its maker's data sheet.
+    """A GPU with the numbers of its data sheet.
 
     Attributes:
-        name: as it stands in the name that CUDA gives.
-        tflops: dense, in bf16.
+        name: a part of the name that CUDA reports.
+        tflops: dense TFLOP/s in bf16.
         memory: GiB.
-        link: GB/s that it sends to the others of its node: NVLink, or PCIe where it has none.
+        link: GB/s to other GPUs of the node, by NVLink or else PCIe.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Device:
     link: float
 
 
-# The most specific name first.
+# More specific names come first, because the first match counts.
 DEVICES = (
     Device("B200", 2250.0, 180, 900),
     Device("GH200", 989.0, 96, 450),
@@ -47,15 +47,15 @@ DEVICES = (
 
 
 def known_device(name: str) -> Device | None:
-    """The first of `DEVICES` whose name is part of `name`."""
+    """Return the first of `DEVICES` whose name is part of `name`; None for an unknown device."""
     return next((device for device in DEVICES if device.name in name), None)
 
 
 def device_by_option(text: str) -> Device:
-    """A device as people name it: h100, h100-pcie, "RTX 4090".
+    """Return the device for a name as people write it: h100, h100-pcie, "RTX 4090".
 
     Raises:
-        UserError: it is not listed.
+        UserError: the device is not in `DEVICES`.
     """
     wanted = text.lower().replace("-", " ").replace("_", " ").strip()
     for device in DEVICES:

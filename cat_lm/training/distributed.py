@@ -1,4 +1,4 @@
-"""Ranks: how this process was started, its device, and small collectives."""
+"""Join the process group, choose a rank's device, and run small collectives."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from cat_lm.core.errors import (
 from cat_lm.training.launcher import join_launcher
 from cat_lm.training.watchdog import host_name
 
-# Of a collective: long enough for one rank to write a large checkpoint while the others wait.
+# The timeout of collectives: one rank may write a large checkpoint while the others wait.
 TIMEOUT_MINUTES = 30.0
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers."""
+    """The rank of this process, the number of ranks, and the device."""
 
     rank: int
     local_rank: int
@@ -44,18 +44,18 @@ class Ranks:
         return self.rank == 0
 
     def share(self, parts: int) -> tuple[int, int]:
-        """Return this rank's share of a batch's rows and the shares, each of `parts` ranks."""
+        """Return (index of this rank's group, number of groups) for groups of `parts` ranks."""
         return self.rank // parts, self.world_size // parts
 
     def sum(self, *values: float) -> list[float]:
-        """Sum each value over all ranks, in float64."""
+        """Return the sum of each value over all ranks, in float64 (a collective)."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
         if self.world_size > 1:
             torch.distributed.all_reduce(tensor)
         return tensor.tolist()
 
     def gather(self, value: object) -> list:
-        """Return `value` of every rank, in their order."""
+        """Return the list of every rank's `value`, in the order of ranks (a collective)."""
         if self.world_size == 1:
             return [value]
         values = [None] * self.world_size
@@ -63,7 +63,7 @@ class Ranks:
         return values
 
     def broadcast(self, value: object) -> object:
-        """Return the first rank's `value`, on every rank."""
+        """Return rank 0's `value` on every rank (a collective)."""
         if self.world_size == 1:
             return value
         values = [value]
@@ -74,9 +74,9 @@ class Ranks:
         """Run `action` on every rank and return its result (a collective).
 
         Raises:
-            SharedError: it failed on some rank; raised on all of them, so that none waits for the
-                others. So `action` itself must hold no collective. Temporary where all that
-                failed is.
+            SharedError: `action` failed on some rank. It is raised on all ranks, so that none waits
+                for the others; `action` itself must therefore contain no collective. The error is
+                temporary if all errors are.
         """
         result, error = None, None
         try:
@@ -84,13 +84,13 @@ class Ranks:
         except Exception as raised:
             error = (is_temporary(raised), describe_error(raised))
         errors = [error for error in self.gather(error) if error is not None]
-        if errors:  # Errors that stay come before transient ones.
+        if errors:  # Report permanent errors before transient ones.
             temporary, text = min(errors, key=lambda error: error[0])
             raise shared_error(text, temporary)
         return result
 
     def on_rank_zero(self, action: Callable[[], Any]) -> Any:
-        """Act on the first rank only, as `on_all_ranks` does; the others get None."""
+        """Run `action` on rank 0 only, with the errors of `on_all_ranks`; others return None."""
         return self.on_all_ranks(action if self.is_first else lambda: None)
 
     def describe(self) -> str:
@@ -99,13 +99,13 @@ class Ranks:
         return f"{self.world_size} rank{'s' if self.world_size > 1 else ''} on {kind}"
 
 
-def patience(hang_minutes: float) -> float:
-    """Return the minutes that a collective waits: the watchdog must find a hanging rank first."""
+def collective_timeout(hang_minutes: float) -> float:
+    """Return the timeout of collectives in minutes; the watchdog must find a hanging rank first."""
     return max(TIMEOUT_MINUTES, 2 * hang_minutes)
 
 
 def describe_error(error: BaseException) -> str:
-    """Return one line for an error, with its file or its type where it is no `UserError`."""
+    """Return an error as one line; other errors than `UserError` with their file or class."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
@@ -115,18 +115,18 @@ def describe_error(error: BaseException) -> str:
 
 @contextmanager
 def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
-    """Join the process group that the environment describes; alone, a group of one.
+    """Join the process group of the launcher's variables, or a group of one without them.
 
     Raises:
         UserError: the launcher's variables are incomplete or contradict the machine.
-        TemporaryError: the ranks did not all meet in time, as where a node is down.
+        TemporaryError: not all ranks joined in time, for example because a node is down.
     """
     rank, local_rank, world_size = join_launcher()
-    device = _own_device(local_rank)
+    device = _select_device(local_rank)
     try:
-        _start_deepspeed(device.type == "cuda", rank, world_size, timeout_minutes)
+        _init_process_group(device.type == "cuda", rank, world_size, timeout_minutes)
     except torch.distributed.DistBackendError as error:
-        if "Duplicate GPU" not in str(error):  # NCCL's words
+        if "Duplicate GPU" not in str(error):  # A part of NCCL's message.
             raise
         raise UserError(
             f"rank {rank} on {host_name()}: another rank has the same GPU; this task sees "
@@ -140,15 +140,15 @@ def start(timeout_minutes: float = TIMEOUT_MINUTES) -> Iterator[Ranks]:
             "starts again"
         ) from None
     yield Ranks(rank, local_rank, world_size, device)
-    # Not after an error: another rank may still wait in a collective, and the launcher ends it.
+    # Not after an error, when another rank may wait in a collective; the launcher ends that rank.
     torch.distributed.destroy_process_group()
 
 
-def _own_device(local_rank: int) -> torch.device:
-    """Return this rank's GPU, made the current one; a CPU where there is none.
+def _select_device(local_rank: int) -> torch.device:
+    """Return this rank's GPU, after making it the current device, or the CPU without GPUs.
 
-    Where SLURM binds GPUs (--gpus-per-task, --gpu-bind), each task sees one, its own, as cuda:0.
-    DeepSpeed takes LOCAL_RANK for the device's number, so it is 0 there.
+    If SLURM binds GPUs (--gpus-per-task, --gpu-bind), each task sees only its own GPU, as cuda:0.
+    LOCAL_RANK is then set to 0, because DeepSpeed uses it as the device's index.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -165,19 +165,19 @@ def _own_device(local_rank: int) -> torch.device:
     return device
 
 
-def _start_deepspeed(on_gpu: bool, rank: int, world_size: int, timeout_minutes: float) -> None:
+def _init_process_group(on_gpu: bool, rank: int, world_size: int, timeout_minutes: float) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if on_gpu else "cpu")
-    # On CPU ranks DeepSpeed reads the local world size to divide the cores.
+    # DeepSpeed divides the cores among CPU ranks by LOCAL_SIZE.
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
-    # Said in every step of ZeRO-3 about torch functions that DeepSpeed calls.
+    # ZeRO-3 would warn in every step about torch functions that DeepSpeed calls.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     backend, timeout = "nccl" if on_gpu else "gloo", timedelta(minutes=timeout_minutes)
     if world_size == 1 and not torch.distributed.is_initialized():
-        # A group of one meets nobody: a port that was free may be another's when it is listened on.
+        # A group of one needs no port, which another process might take first.
         torch.distributed.init_process_group(
             backend, timeout=timeout, store=torch.distributed.HashStore(), rank=0, world_size=1
         )
-    with quiet():
+    with silence_deepspeed():
         import_deepspeed().init_distributed(
             dist_backend=backend,
             auto_mpi_discovery=False,
@@ -188,23 +188,23 @@ def _start_deepspeed(on_gpu: bool, rank: int, world_size: int, timeout_minutes: 
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keep DeepSpeed's prints and warnings off the run's log; its errors are exceptions."""
+def silence_deepspeed() -> Iterator[None]:
+    """Suppress what DeepSpeed prints and its warnings; its errors are exceptions."""
     with redirect_stdout(io.StringIO()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def import_deepspeed():
-    """Import DeepSpeed, quiet, and without a C++ compiler's help.
+    """Return the imported module of DeepSpeed, without its log and its C++ extension.
 
     Its CPU backend would compile a shared-memory all-reduce for tensor-parallel inference when the
-    process group starts: 40 seconds with a compiler, a crash without. Training reduces by gloo.
+    process group starts. That takes 40 seconds, and fails without a compiler; training uses gloo.
     """
     import deepspeed
     from deepspeed.utils import logger
 
     logger.setLevel(logging.ERROR)
-    # `deepspeed.comm.torch` as an attribute is the torch package, not this module.
+    # The attribute `deepspeed.comm.torch` is the torch package, and not this module.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     return deepspeed

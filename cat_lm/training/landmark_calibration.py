@@ -1,4 +1,4 @@
-"""Learns the filters of landmarks for a trained model, whose other weights stay as they are."""
+"""Train the filters of landmarks for a trained model; its other weights are frozen."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from cat_lm.data.opening import open_verified
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-ROWS = 4  # windows of a step
-QUERIES = 64  # of each window, on which landmarks are taught
-LEARNING_RATE = 1e-2  # at the first step; it falls to 0 in a line
+ROWS = 4  # windows per step
+QUERIES = 64  # queries per window that landmarks are trained on
+LEARNING_RATE = 1e-2  # at the first step; it decays linearly to 0
 
 
 def calibrate(
@@ -30,16 +30,17 @@ def calibrate(
     tokens: int,
     length: int,
 ) -> list[float]:
-    """Train parameters by the losses that the model's layers add, and by nothing else.
+    """Train parameters in place by the auxiliary losses of the model's layers only.
 
-    What layers draw is the same in every call.
+    Every call uses the same random numbers.
 
     Args:
-        model: in fp32; its own parameters get no gradient but those that are learned.
-        learned: filters and sharpness, which are trained in place; see
+        model: in fp32; all parameters but the learned ones are frozen.
+        learned: the parameters to train (filters and sharpness); see
             `cat_lm.ops.landmark.teaching`.
-        data: a prepared folder, of whose training split windows are drawn without repetition.
-        tokens, length: to read, in whole steps of `ROWS` windows; of a window.
+        data: a prepared folder; windows of its training split are drawn without repetition.
+        tokens: number of tokens to read, in whole steps of `ROWS` windows.
+        length: tokens per window.
 
     Returns:
         The mean of the layers' losses at every step, in nats.
@@ -68,8 +69,8 @@ def calibrate(
     return found
 
 
-def ends_of(losses: Sequence[float]) -> tuple[float, float]:
-    """Return the mean loss of the first tenth of the steps and of the last one."""
+def first_and_last_loss(losses: Sequence[float]) -> tuple[float, float]:
+    """Return the mean losses of the first and of the last tenth of the steps."""
     tenth = max(1, len(losses) // 10)
     return float(np.mean(losses[:tenth])), float(np.mean(losses[-tenth:]))
 
@@ -77,7 +78,7 @@ def ends_of(losses: Sequence[float]) -> tuple[float, float]:
 def _drawn_windows(
     config: PreTrainedConfig, data: Path | str, tokens: int, length: int
 ) -> tuple[StreamWindows, np.ndarray]:
-    """Return the windows, and those of each step by their numbers [steps, ROWS]."""
+    """Return the windows, and the window numbers of each step, [steps, ROWS]."""
     corpus = open_verified(data, "train")
     if corpus.vocab_size > config.vocab_size:
         raise UserError(

@@ -1,9 +1,9 @@
-"""The launcher of this process: its variables, and whether it is still there.
+"""The launcher of this process: its environment variables, and whether it is still running.
 
-torchrun, deepspeed and srun end in the same variables. A launcher that is killed (SIGKILL, no
-memory left) cannot end its ranks: the kernel gives them another parent. So the line of processes
-from this one up to its launcher is remembered at the start, wrappers such as a shell or `numactl`
-included; the launcher is gone when a link of it has changed. Imports nothing heavy.
+For torchrun, deepspeed and srun, the same variables are set. A launcher that is killed (SIGKILL,
+out of memory) cannot end its ranks; the kernel then gives them another parent process. The chain of
+parent processes up to the launcher, including wrappers such as a shell or `numactl`, is therefore
+recorded at the start. The launcher is gone when a link of the chain has changed. Torch-free.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _PROC = Path("/proc")
 
 
 def world_size() -> int:
-    """Return the number of ranks; raise UserError where a launcher's variable is no number."""
+    """Return the number of ranks. Raises UserError if the launcher's variable is invalid."""
     if _under_srun():
         return _number("SLURM_STEP_NUM_TASKS", range(1, 1 << 31))
     return _number("WORLD_SIZE", range(1, 1 << 31)) if "WORLD_SIZE" in os.environ else 1
 
 
 def join_launcher() -> tuple[int, int, int]:
-    """Return rank, local rank and world size, and set the variables that torch reads to match.
+    """Return (rank, local rank, world size), and set the variables that torch reads.
 
-    Raises UserError where the launcher's are incomplete or wrong.
+    Raises UserError if the launcher's variables are incomplete or invalid.
     """
     env, ranks = os.environ, world_size()
     if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, deepspeed
@@ -39,8 +39,8 @@ def join_launcher() -> tuple[int, int, int]:
         local_rank = _number("SLURM_LOCALID", range(ranks), 0)
         if "MASTER_ADDR" not in env:
             env["MASTER_ADDR"] = _first_host(env.get("SLURM_STEP_NODELIST", ""))
-        # Jobs that share a node get ports of their own, below those that systems hand out, and
-        # starts of a job, too; all ranks compute the same one.
+        # Every job and every restart has another port, below those that systems assign, because
+        # jobs may share a node. All ranks compute the same port.
         job, start = (int(env.get(f"SLURM_{name}", "0")) for name in ("JOB_ID", "RESTART_COUNT"))
         env.setdefault("MASTER_PORT", str(12_000 + (job + 7919 * start) % 20_000))
     else:
@@ -58,7 +58,7 @@ def join_launcher() -> tuple[int, int, int]:
 
 
 def _under_srun() -> bool:
-    """Return True if srun started this process; a batch script itself has no step's variables."""
+    """Return True if srun started this process; a batch script has no variables of a step."""
     torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     return not torchrun and "SLURM_STEP_NUM_TASKS" in os.environ and "SLURM_PROCID" in os.environ
 
@@ -76,7 +76,7 @@ def _number(name: str, allowed: range, default: int | None = None) -> int:
 
 
 def _first_host(nodelist: str) -> str:
-    """The first name of a SLURM node list: `n[003-004,9],m1` begins with `n003`."""
+    """Return the first host of a SLURM node list: `n003` for `n[003-004,9],m1`."""
     match = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^\[,]*))?", nodelist)
     if not match:
         raise UserError(f"SLURM_STEP_NODELIST={nodelist!r}: names no host to meet at")
@@ -85,29 +85,30 @@ def _first_host(nodelist: str) -> str:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The process that started this one: `line` has the ids from this one's parent up to it."""
+    """The launcher of this process; `line` has the process ids from the parent up to it."""
 
     line: tuple[int, ...]
 
     def is_gone(self) -> bool:
         links = zip((os.getpid(), *self.line), self.line, strict=False)
-        # 0 is unknown: where a wrapper has ended, the link below it has changed.
+        # 0 is unknown. If a wrapper has ended, the link below it has changed.
         return any(_parent(child) not in (parent, 0) for child, parent in links)
 
 
 def find_launcher() -> Launcher | None:
-    """Find the launcher above this process: torchrun, deepspeed or SLURM's step daemon.
+    """Return the launcher above this process: torchrun, deepspeed or SLURM's step daemon.
 
-    None without one, as after a start by hand, and where it cannot be seen, from inside a container
-    with its own process ids. Must be called early: one that dies before is not missed.
+    Return None if the process was started by hand, or the launcher is not visible, as in a
+    container with its own process ids. Call it early, since a launcher that has ended cannot be
+    found.
     """
     env, line = os.environ, [os.getppid()]
     given = [name for name in ("TORCHELASTIC_RUN_ID", "CROSS_RANK") if name in env]
     if "RANK" in env and given:
-        # What the launcher starts has its variable, the launcher has not.
+        # The processes that a launcher starts have its variable, and the launcher itself has not.
         while line[-1] > 1 and f"\0{given[0]}=".encode() in b"\0" + _read(line[-1], "environ"):
             line.append(_parent(line[-1]))
-        # `deepspeed` on one machine starts another program of its own, which starts the ranks.
+        # On one machine, `deepspeed` starts another program, which starts the ranks.
         above = _parent(line[-1])
         if env.get("CROSS_SIZE") == "1" and b"deepspeed" in _read(above, "cmdline"):
             line.append(above)
@@ -122,16 +123,16 @@ def find_launcher() -> Launcher | None:
 
 
 def _parent(process: int) -> int:
-    """Return the parent's id; 0 where there is none, or none that this process can see."""
+    """Return the id of a process's parent; 0 if there is none that this process can see."""
     if process == os.getpid():
         return os.getppid()
-    # The command's name, in parentheses, may hold anything.
+    # The command's name, in parentheses, may contain spaces and parentheses.
     fields = _read(process, "stat").rpartition(b")")[2].split()
     return int(fields[1]) if len(fields) > 1 else 0
 
 
 def _read(process: int, name: str) -> bytes:
-    """Read a file of `/proc`; empty where the process has ended or is another user's."""
+    """Return a file of `/proc`; empty if the process has ended or belongs to another user."""
     try:
         return (_PROC / str(process) / name).read_bytes()
     except OSError:

@@ -1,4 +1,4 @@
-"""Files of a run while it runs: metrics.jsonl and the log."""
+"""The files that a run appends to: metrics.jsonl and train.log."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from cat_lm.core.readers import read_json_lines, short
 
 
 class RunLog:
-    """Lines for people: on the terminal and appended to `train.log`; silent on later ranks."""
+    """The log on the terminal and in `train.log`; without a path (on other ranks) a no-op."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = AppendedFile(path, self.line) if path else None
 
     @property
     def error(self) -> UserError | None:
-        """Why a line could not be written, or None."""
+        """Return the first error of writing the log, or None."""
         return self._file.error if self._file else None
 
     def line(self, text: str = "") -> None:
         if self._file is None:
             return
-        # Through tqdm, so that a progress bar below is not torn. A closed terminal fails no line.
+        # tqdm keeps a progress bar below the line intact. A closed terminal is no error.
         with contextlib.suppress(OSError):
             tqdm.write(text, file=sys.stdout)
             sys.stdout.flush()
@@ -45,11 +45,11 @@ class RunLog:
 
 
 class Metrics:
-    """Records of steps and validations, on the first rank only.
+    """The records of steps and validations in metrics.jsonl, on rank 0 only.
 
-    A resumed run drops the records after its checkpoint, the `recorded_step` (0: none): these
-    steps are run again. `validated_step` is that of the last validation that was recorded when the
-    run began (0: none); `say` gets a line when the file was removed or renamed.
+    A resumed run drops the records after `recorded_step`, its checkpoint's step (0: none), because
+    these steps are run again. `validated_step` is the step of the last recorded validation at that
+    time (0: none). `say` is called with a line when the file was removed or renamed.
     """
 
     def __init__(
@@ -61,20 +61,20 @@ class Metrics:
         path = run_folder / "metrics.jsonl"
         if recorded_step and not path.exists():
             say(f"{path}: is gone, and with it the records of steps 1 to {recorded_step:,}")
-        self.validated_step = keep_records(path, up_to_step=recorded_step)
+        self.validated_step = drop_later_records(path, up_to_step=recorded_step)
         self._file = AppendedFile(path, say)
 
     @property
     def error(self) -> UserError | None:
-        """Why a record could not be written, or None."""
+        """Return the first error of writing records, or None."""
         return self._file.error
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append `record`, which holds `step`; a number that is not finite becomes null."""
+        """Append a record, which has `step`; numbers that are not finite become null."""
         self._file.write((json.dumps(replace_nonfinite(record)) + "\n").encode())
 
     def sync(self) -> None:
-        """Flush to disk: what a checkpoint counts as done must not be lost with the machine."""
+        """Flush to disk, so that a power cut loses no record of a step before a checkpoint."""
         self._file.sync()
 
     def close(self) -> None:
@@ -82,14 +82,16 @@ class Metrics:
 
 
 def write_error(metrics: Metrics | None, log: RunLog) -> UserError | None:
-    """Return why the log or the records are not whole, or None; known on the first rank."""
+    """Return the error that made the log or the records incomplete, or None; call it on rank 0."""
     return (metrics.error if metrics else None) or log.error
 
 
 def check_writes(metrics: Metrics | None, log: RunLog, before_saving: bool = False) -> None:
-    """Raise UserError where the log or the records are not whole.
+    """Raise UserError if the log or the records are incomplete.
 
-    Before saving, lines for people that a passing error has cost are no reason not to.
+    Args:
+        before_saving: If True, ignore transient write errors of `train.log`, so that the checkpoint
+            is still saved.
     """
     error = write_error(metrics, log)
     if error is None or (before_saving and error is log.error and is_temporary(error)):
@@ -101,17 +103,17 @@ def check_writes(metrics: Metrics | None, log: RunLog, before_saving: bool = Fal
     )
 
 
-def numbers(record: dict[str, Any]) -> dict[str, float]:
+def finite_numbers(record: dict[str, Any]) -> dict[str, float]:
     """Return the finite numbers of a record by name, without its step."""
     held = replace_nonfinite(record).items()
     return {k: v for k, v in held if isinstance(v, int | float) and k != "step"}
 
 
-def keep_records(path: Path, up_to_step: int) -> int:
+def drop_later_records(path: Path, up_to_step: int) -> int:
     """Drop records of later steps; return the step of the last validation that is kept, or 0.
 
-    A run that has no past here (0) puts the records of an earlier one aside: its checkpoints may
-    have been deleted on purpose, its records must not be. Raises as `read_records`.
+    For a run without a past in this folder (0), the file of an earlier run is renamed, not deleted.
+    Raises as `read_records` does.
     """
     if not path.exists():
         return 0
@@ -126,9 +128,9 @@ def keep_records(path: Path, up_to_step: int) -> int:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read a metrics.jsonl, without a last line that a kill has cut.
+    """Return the records of a metrics.jsonl, without an incomplete last line.
 
-    Raises UserError where it is not UTF-8, or a line is no record of a step.
+    Raises UserError if it is not UTF-8, or a line is not the record of a step.
     """
     return read_json_lines(path, _check_record, cut_tail=True)
 

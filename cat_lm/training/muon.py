@@ -4,13 +4,13 @@ Each matrix W with gradient g keeps one momentum m (Jordan et al. 2024; Liu et a
 
     m <- m + (1 - mu) (g - m),  u = g + mu (m - g),  W <- W (1 - lr wd) - lr c NS(u)
 
-NS, a few steps of Newton-Schulz, brings all singular values of u near 1. The factor c is
-0.2 sqrt(max(rows, columns)) for `match_rms_adamw`, with which AdamW's rate and weight decay can be
-kept, and sqrt(max(1, rows / columns)) for `original`.
+NS, a few Newton-Schulz iterations, brings all singular values of u near 1. The factor c is
+0.2 sqrt(max(rows, columns)) for `match_rms_adamw`, with which the learning rate and weight decay of
+AdamW can be kept, and sqrt(max(1, rows / columns)) for `original`.
 
-The matrices are the weights of `nn.Linear` inside the layers. A module whose class says
-`muon = ()` keeps its weight with AdamW. Packed queries, keys and values are three matrices.
-Filters, Canon layers, embeddings, the output layer, norms and biases stay with AdamW.
+The matrices are the weights of `nn.Linear` inside the layers. The weight of a module whose
+class has `muon = ()` is updated by AdamW. Packed queries, keys and values are three matrices.
+AdamW also updates filters, Canon layers, embeddings, the output layer, norms and biases.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SMALLEST_NORM = 1e-7
 
 
 def matrices(model: nn.Module) -> dict[str, nn.Linear]:
-    """Return the linear layers whose weights Muon updates, by the names of these weights."""
+    """Return the linear layers whose weights Muon updates, by the weights' names."""
     inside = architectures.of_config(model.config).layer_weight.partition("{layer}")[0]
     return {
         f"{place}.weight": module
@@ -51,7 +51,7 @@ def compute_dtype(device: torch.device) -> torch.dtype:
 
 
 def newton_schulz(update: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
-    """Bring the singular values of a matrix near 1, by a quintic iteration in `dtype`."""
+    """Return a matrix with all singular values near 1, by a quintic iteration in `dtype`."""
     a, b, c = _COEFFICIENTS
     is_tall = update.size(0) > update.size(1)
     x = update.to(dtype)
@@ -63,7 +63,7 @@ def newton_schulz(update: Tensor, steps: int, dtype: torch.dtype) -> Tensor:
     return (x.T if is_tall else x).to(update.dtype)
 
 
-def scale_of(rows: int, columns: int, scale: str) -> float:
+def scale_factor(rows: int, columns: int, scale: str) -> float:
     """Return the factor c of an orthogonalised matrix."""
     if scale == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
@@ -72,12 +72,12 @@ def scale_of(rows: int, columns: int, scale: str) -> float:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix of Muon's, and which elements of it each rank holds.
+    """A matrix that Muon updates, and the elements of it that each rank has.
 
     Attributes:
-        packed: (H, P) where rows are [H, P, D], P matrices packed head by head; else (1, 1).
-        ranges: rank to the elements [start, stop) that it holds.
-        owner: the rank that orthogonalises a matrix that no rank holds whole.
+        packed: (H, P) if the rows are [H, P, D], P matrices packed head by head; otherwise (1, 1).
+        ranges: rank -> elements [start, stop) that it has.
+        owner: the rank that orthogonalizes a matrix that no rank has as a whole.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Matrix:
 
     @property
     def is_split(self) -> bool:
-        """Return True if no rank holds the whole matrix; under stage 0 each rank does."""
+        """Return True if no rank has the whole matrix; at stage 0 every rank has it."""
         return all(stop - start < self.shape.numel() for start, stop in self.ranges.values())
 
     def size_on(self, rank: int) -> int:
@@ -100,23 +100,24 @@ class Matrix:
         return stop - start
 
     def direction(self, update: Tensor, steps: int, scale: str) -> Tensor:
-        """Return c NS(u), flat, of the whole u. Matrices are never stacked, so that bits are kept.
+        """Return c NS(u), flattened, for the whole update u.
 
-        A stacked product may be summed in another order, which would depend on the ranks.
+        Matrices are never stacked: a batched product may sum in another order, and results would
+        depend on the number of ranks.
         """
         (rows, columns), (heads, count) = self.shape, self.packed
         parts = update.view(heads, count, rows // (heads * count), columns).transpose(0, 1)
         dtype, found = compute_dtype(update.device), []
         for part in parts:
             part = part.reshape(-1, columns)
-            factor = scale_of(*part.shape, scale)
+            factor = scale_factor(*part.shape, scale)
             found.append(newton_schulz(part, steps, dtype).mul_(factor))
         whole = torch.stack(found).view(count, heads, -1, columns).transpose(0, 1)
         return whole.reshape(-1)
 
 
 class MuonWithAdamW(torch.optim.AdamW):
-    """Step groups whose state is a `momentum` by Muon, and the others by torch's fused AdamW."""
+    """An optimizer that steps groups with `momentum` by Muon, and others by fused AdamW."""
 
     def __init__(
         self, groups: list[dict], momentum: float, ns_steps: int, scale: str, **adamw: Any
@@ -130,7 +131,7 @@ class MuonWithAdamW(torch.optim.AdamW):
     def attach(
         self, held: Iterable[Fragment], found: Iterable[Matrix], rank: int, ranks: int
     ) -> None:
-        """Take the fragments of this rank and the ranges of all of them."""
+        """Set the fragments of this rank and the matrices with the ranges of all ranks."""
         self._matrices = {matrix.name: matrix for matrix in found}
         self._fragments, self._rank, self._ranks = {}, rank, ranks
         for fragment in held:
@@ -139,7 +140,7 @@ class MuonWithAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step the groups that are there; ZeRO-1 in fp32 shows one at a time."""
+        """Step the present groups; ZeRO-1 in fp32 shows the optimizer one group at a time."""
         groups = self.param_groups
         for group in groups:
             if "momentum" in group["kinds"]:
@@ -151,7 +152,7 @@ class MuonWithAdamW(torch.optim.AdamW):
             self.param_groups = groups
 
     def _step_matrices(self, group: dict) -> None:
-        """Step this rank's elements of a group's matrices; a collective where these are split."""
+        """Step this rank's elements of a group's matrices (a collective if matrices are split)."""
         found_inf = getattr(self, "found_inf", None)
         device = group["params"][0].device
         skips = torch.as_tensor(False if found_inf is None else found_inf > 0, device=device)
@@ -163,22 +164,24 @@ class MuonWithAdamW(torch.optim.AdamW):
                 state["step"] = torch.zeros((), device=device)
             state["step"] += ~skips
             for fragment in self._fragments.get(id(tensor), ()):
-                update = self._update(fragment, state["momentum"], skips)
+                update = self._update_momentum(fragment, state["momentum"], skips)
                 matrix = self._matrices[fragment.name]
                 if matrix.is_split:
                     split[fragment.name] = fragment, update
                 else:
                     direction = matrix.direction(update, self._ns_steps, self._scale)
-                    _apply(fragment, direction, group, skips)
+                    _apply_update(fragment, direction, group, skips)
         names = [name for name in group["names"] if self._matrices[name].is_split]
         if names:
             updates = {name: update for name, (_, update) in split.items()}
-            found = self._exchanged([self._matrices[name] for name in names], updates, device)
+            found = self._exchange_updates(
+                [self._matrices[name] for name in names], updates, device
+            )
             for name, (fragment, _) in split.items():
-                _apply(fragment, found[name], group, skips)
+                _apply_update(fragment, found[name], group, skips)
 
-    def _update(self, fragment: Fragment, momenta: Tensor, skips: Tensor) -> Tensor:
-        """Bring a fragment's momentum forward unless `skips`, and return its u."""
+    def _update_momentum(self, fragment: Fragment, momenta: Tensor, skips: Tensor) -> Tensor:
+        """Update a fragment's momentum unless `skips`, and return its update u."""
         stop = fragment.offset + fragment.stop - fragment.start
         gradient = fragment.stepped.grad.reshape(-1)[fragment.offset : stop]
         momentum = fragment.of(momenta)
@@ -186,16 +189,16 @@ class MuonWithAdamW(torch.optim.AdamW):
         momentum.copy_(torch.where(skips, momentum, new))
         return gradient.lerp(new, self._momentum)
 
-    def _exchanged(
+    def _exchange_updates(
         self, split: list[Matrix], updates: dict[str, Tensor], device: torch.device
     ) -> dict[str, Tensor]:
-        """Send pieces of u to the matrices' owners, and pieces of c NS(u) back (a collective)."""
+        """Send the parts of u to the matrices' owners, and return this rank's parts of c NS(u)."""
         me, ranks = self._rank, range(self._ranks)
         by_owner = [[m for m in split if m.owner == rank] for rank in ranks]
-        given = [[m.size_on(me) for m in owned] for owned in by_owner]
-        taken = [[m.size_on(rank) for m in by_owner[me]] for rank in ranks]
+        send_sizes = [[m.size_on(me) for m in owned] for owned in by_owner]
+        receive_sizes = [[m.size_on(rank) for m in by_owner[me]] for rank in ranks]
         pieces = [updates[m.name] for owned in by_owner for m in owned if m.name in updates]
-        received = _all_to_all(pieces, given, taken, device)
+        received = _all_to_all(pieces, send_sizes, receive_sizes, device)
         answers: list[list[Tensor]] = [[] for _ in ranks]
         for number, matrix in enumerate(by_owner[me]):
             whole = torch.empty(matrix.shape.numel(), dtype=torch.float32, device=device)
@@ -204,7 +207,7 @@ class MuonWithAdamW(torch.optim.AdamW):
             whole = matrix.direction(whole, self._ns_steps, self._scale)
             for rank, (start, stop) in matrix.ranges.items():
                 answers[rank].append(whole[start:stop])
-        back = _all_to_all([p for part in answers for p in part], taken, given, device)
+        back = _all_to_all([p for part in answers for p in part], receive_sizes, send_sizes, device)
         return {
             matrix.name: piece
             for owned, part in zip(by_owner, back, strict=True)
@@ -213,8 +216,8 @@ class MuonWithAdamW(torch.optim.AdamW):
         }
 
 
-def _apply(fragment: Fragment, direction: Tensor, group: dict, skips: Tensor) -> None:
-    """Decay a fragment's weights and step them along c NS(u), unless `skips`."""
+def _apply_update(fragment: Fragment, direction: Tensor, group: dict, skips: Tensor) -> None:
+    """Apply weight decay and the step along c NS(u) to a fragment's weights, unless `skips`."""
     weights, lr = fragment.of(fragment.stepped), group["lr"]
     new = weights * (1 - lr * group["weight_decay"])
     new.add_(direction, alpha=-lr)
@@ -222,24 +225,27 @@ def _apply(fragment: Fragment, direction: Tensor, group: dict, skips: Tensor) ->
 
 
 def _all_to_all(
-    pieces: list[Tensor], given: list[list[int]], taken: list[list[int]], device: torch.device
+    pieces: list[Tensor],
+    send_sizes: list[list[int]],
+    receive_sizes: list[list[int]],
+    device: torch.device,
 ) -> list[list[Tensor]]:
-    """Send `pieces`, in the order of ranks, and return those of each rank.
+    """Send `pieces`, ordered by receiving rank, and return the received ones of each rank.
 
     Args:
-        given: for each rank, the sizes of the pieces that it gets.
-        taken: for each rank, the sizes of the pieces that come from it.
+        send_sizes: for each rank, the sizes of the pieces to send to it.
+        receive_sizes: for each rank, the sizes of the pieces to receive from it.
     """
     sent = torch.cat(pieces) if pieces else torch.empty(0, device=device)
-    sizes = [sum(part) for part in taken]
+    sizes = [sum(part) for part in receive_sizes]
     received = torch.empty(sum(sizes), dtype=torch.float32, device=device)
-    torch.distributed.all_to_all_single(received, sent, sizes, [sum(part) for part in given])
-    parts = zip(received.split(sizes), taken, strict=True)
+    torch.distributed.all_to_all_single(received, sent, sizes, [sum(part) for part in send_sizes])
+    parts = zip(received.split(sizes), receive_sizes, strict=True)
     return [list(part.split(each)) for part, each in parts]
 
 
 def attach(optimizer: MuonWithAdamW, engine: Trained) -> None:
-    """Tell the optimizer which elements of the matrices each rank holds (a collective)."""
+    """Set in the optimizer which elements of the matrices each rank has (a collective)."""
     held, ranks = fragments(engine), engine.ranks
     layout = ranks.gather({fragment.name: (fragment.start, fragment.stop) for fragment in held})
     found, sizes = [], shapes(engine)

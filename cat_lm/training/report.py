@@ -1,4 +1,4 @@
-"""What a run says about itself: its plan before step 1, a record and a line for each step."""
+"""The texts and records of a run: its plan, and a record and a log line for each step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Turns results into records (numbers) and lines (for people)."""
+    """Convert results of steps into records for metrics.jsonl and lines for the log."""
 
     def __init__(self, config: RunConfig, model: PreTrainedModel, ranks: Ranks) -> None:
         self.config, self.ranks = config, ranks
@@ -33,13 +33,13 @@ class Report:
         self.computing = self.parameters - lookup_parameters(model)
         self.flops = flops_per_token(config, self.vocab_size)
         self.peak = peak_flops(config, ranks.device)
-        self.own_loss = config.objective.name
+        self.auxiliary_name = config.objective.name
         self._mean_seconds: float | None = None
-        # Of the steps since the last line: their number, seconds, and seconds of waiting for data.
+        # Number, seconds and data-waiting seconds of the steps since the last log line.
         self._since = (0, 0.0, 0.0)
 
     def plan(self, loader: TrainLoader) -> str:
-        """Return what the run is about to do."""
+        """Return the log's description of the run: model, data, steps, compute and memory."""
         config, train = self.config, self.config.train
         steps, world_size = config.total_steps, self.ranks.world_size
         tokens = steps * config.tokens_per_step
@@ -68,7 +68,7 @@ class Report:
     def record(
         self, step: int, result: StepResult, lr: float, waited: float, seconds: float
     ) -> dict[str, Any]:
-        """A step's line of metrics.jsonl; times in seconds, loss in nats per token."""
+        """Return a step's record for metrics.jsonl; times in seconds, loss in nats per token."""
         rate = self.config.tokens_per_step / seconds
         count, elapsed, waits = self._since
         self._since = (count + 1, elapsed + seconds, waits + waited)
@@ -85,21 +85,21 @@ class Report:
             "step_seconds": seconds,
         }
         if result.auxiliary is not None:
-            record[self.own_loss] = result.auxiliary
+            record[self.auxiliary_name] = result.auxiliary
         return {**record, "skipped": True} if result.skipped else record
 
     def _mfu(self, rate: float) -> float | None:
-        """Return the share of the ranks' peak at so many tokens a second, None without a peak."""
+        """Return the model FLOPs utilization at `rate` tokens/s; None if the peak is unknown."""
         return rate * self.flops / (self.peak * self.ranks.world_size) if self.peak else None
 
     def line(self, record: dict[str, Any]) -> str:
-        """Return a step's line in the log; speed and waiting are means since the line before."""
+        """Return a step's log line; speed and waiting for data are means since the last line."""
         steps, (count, seconds, waits) = self.config.total_steps, self._since
         self._since = (0, 0.0, 0.0)
         rate = count * self.config.tokens_per_step / seconds
         mfu = self._mfu(rate)
-        own = record.get(self.own_loss)
-        said = "" if own is None else f"{self.own_loss.replace('_', ' ')} {own:.4f}, "
+        own = record.get(self.auxiliary_name)
+        said = "" if own is None else f"{self.auxiliary_name.replace('_', ' ')} {own:.4f}, "
         left = (steps - record["step"]) * self._mean_seconds
         return (
             f"step {record['step']}/{steps}: loss {record['loss']:.4f}, "
@@ -111,11 +111,11 @@ class Report:
         )
 
     def validation_lines(self, step: int, results: dict[str, float]) -> list[str]:
-        """Return a line for each validation set's results: NAME's have /NAME behind theirs."""
+        """Return a log line for each validation set; the keys of the set NAME end in /NAME."""
         lines = []
         for key, loss in results.items():
             metric, slash, name = key.partition("/")
-            # A callback of a plugin may add a loss alone.
+            # A plugin's callback may add a loss without the other metrics.
             if metric == "val_loss" and f"val_bits_per_byte{slash}{name}" in results:
                 lines.append(
                     f"step {step}: validation loss{f' of {name}' if name else ''} {loss:.4f}, "
@@ -125,7 +125,7 @@ class Report:
         return lines
 
     def progress_bar(self, done: int, total: int) -> tqdm:
-        """On the first rank's terminal only; elsewhere the log's lines serve."""
+        """Return a progress bar, which is shown only on the terminal of rank 0."""
         return tqdm(
             initial=done,
             total=total,

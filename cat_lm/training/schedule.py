@@ -8,7 +8,7 @@ from cat_lm.config import RunConfig
 
 
 def learning_rate(config: RunConfig, step: int) -> float:
-    """The rate of update `step` (the first is 1, the last is `config.total_steps`).
+    """Return the learning rate of a step (the first is 1, the last is `config.total_steps`).
 
     Linear warm-up from `initial_lr`, reaching `lr` at the last warm-up step. Then `constant`;
     `cosine` down to `min_lr` at the last step; or `wsd`: constant, and linear to `min_lr` over
@@ -28,6 +28,6 @@ def learning_rate(config: RunConfig, step: int) -> float:
 
 
 def cosine(step: int, steps: int) -> float:
-    """Fall from 1 at step 0 to 0 at `steps`, and stay there, as half a cosine."""
+    """Return (1 + cos(pi step / steps)) / 2, which falls from 1 to 0; 0 after `steps`."""
     done = min(1.0, step / max(1, steps))
     return (1 + math.cos(math.pi * done)) / 2

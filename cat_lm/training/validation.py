@@ -1,4 +1,4 @@
-"""Held-out loss over the validation split, the same number for every number of ranks."""
+"""The loss on the validation split, which is the same for any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cat_lm.training.distributed import Ranks
 from cat_lm.training.engine import Engine
 from cat_lm.training.watchdog import Watchdog
 
-ASKED_EVERY = 16  # batches, that the answer costs little beside them
+ASKED_EVERY = 16  # batches between checks for a signal, which are collectives
 
 
 class Validation:
-    """Scores the first windows of the validation split, spread over the ranks."""
+    """Compute the loss on the first windows of the validation split, divided among the ranks."""
 
     def __init__(
         self, corpus: TokenCorpus, engine: Engine, ranks: Ranks, watchdog: Watchdog
@@ -41,9 +41,9 @@ class Validation:
     ) -> dict[str, float] | None:
         """Return `val_loss` in nats per scored token, `val_perplexity`, `val_bits_per_byte`.
 
-        A collective. Bits per byte take the split's mean number of bytes per token. `must_stop` is
-        asked now and then (a collective), as the split may take longer than the time that a cluster
-        gives after its signal; the result is None then.
+        It is a collective. Bits per byte are computed with the split's mean bytes per token.
+        `must_stop` (a collective) is called regularly, because a validation may take longer than a
+        cluster waits after its signal; if it returns True, the result is None.
         """
         stride = self._shares * self._batch_size
         total, scored = 0.0, 0
@@ -64,9 +64,10 @@ class Validation:
         }
 
     def _batch(self, start: int) -> Batch:
-        """Return this rank's windows of the stride at `start`; labels beyond the last are left out.
+        """Return this rank's batch of the windows from `start` on.
 
-        ZeRO-3 gathers weights in every forward pass, so every rank must compute equally many.
+        Every rank computes the same number of batches, because ZeRO-3 gathers weights in every
+        forward pass; windows after the last one have no labels.
         """
         numbers = start + self._share * self._batch_size + np.arange(self._batch_size)
         batch = self._windows.batch(np.minimum(numbers, self.num_windows - 1))

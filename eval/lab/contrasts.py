@@ -32,8 +32,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from scipy.special import stdtrit
-
 from eval.lab.places import CONTROL, NEGATIVE
 
 Line = dict[str, Any]  # See `frame`.
@@ -162,6 +160,8 @@ def ratio_error(sums: Sequence[float], counts: Sequence[int]) -> float:
 @functools.cache
 def t_quantile(probability: float, df: int) -> float:
     """Return the quantile of Student's t at `probability`."""
+    from scipy.special import stdtrit  # Importing it takes half a second.
+
     return float(stdtrit(df, probability))
 
 

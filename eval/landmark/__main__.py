@@ -47,10 +47,10 @@ def _parser() -> argparse.ArgumentParser:
 def main() -> None:
     options = _parser().parse_args()
     check_output(options.out)
-    from cat_lm.pretrained.loading import quiet_transformers
+    from cat_lm.pretrained.loading import begin
     from cat_lm.pretrained.record import comparing_files
 
-    quiet_transformers()
+    begin(*(options.models if options.command == "sweep" else [options.model]))
     asked = options_of(options, options.asked)
     how = {name: getattr(options, name) for name in ("text", "data", "device")}
     with comparing_files(skip=options.skip_checksums):

@@ -33,7 +33,7 @@ from cat_lm.ops.landmark.attend import attend_blocks
 from cat_lm.ops.landmark.layout import BlockLayout, sequence_blocks
 from cat_lm.ops.landmark.select import QUERY_CHUNK, Choice, landmark_scores, select_blocks
 from cat_lm.ops.landmark.teaching import block_mass, guided_loss
-from cat_lm.training.landmark_calibration import QUERIES, calibrate, ends_of
+from cat_lm.training.landmark_calibration import QUERIES, calibrate, first_and_last_loss
 from eval.lab.store import CellStore, key_hash
 from eval.landmark.options import LEARNED, STATE, TOKENS, Grid, Selection
 
@@ -230,7 +230,7 @@ def learn(
         chooser.local = None
     for what, block in choosers[0].taught:
         losses = torch.tensor([chooser.taught[what, block] for chooser in choosers]).mean(dim=0)
-        first, last = ends_of(losses.tolist())
+        first, last = first_and_last_loss(losses.tolist())
         print(f"{what}, block {block}: loss {first:.4f} at first, {last:.4f}", file=sys.stderr)
     store.write(name, {"parameters": {key: x.tolist() for key, x in every.state_dict().items()}})
     return name

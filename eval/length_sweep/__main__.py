@@ -23,7 +23,7 @@ import argparse
 from cat_lm.core.cli import Parser, add_skip_checksums, output_path, path_name
 from cat_lm.core.errors import command
 from cat_lm.core.folders import check_output
-from cat_lm.pretrained.loading import quiet_transformers
+from cat_lm.pretrained.loading import begin
 from cat_lm.pretrained.record import comparing_files
 from eval.common.options import add_options, options_of
 from eval.length_sweep.options import Options
@@ -54,7 +54,7 @@ def main() -> None:
     check_output(arguments.out)
     asked = options_of(arguments, Options)
     asked.check()
-    quiet_transformers()
+    begin(*arguments.models)
     from eval.length_sweep.sweep import fill_sweep, table
 
     with comparing_files(skip=arguments.skip_checksums):

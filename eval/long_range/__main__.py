@@ -8,7 +8,7 @@ import numpy as np
 
 from cat_lm import mixers as registry
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, output_path, path, whole
+from cat_lm.core.cli import Parser, announce, output_path, path, whole
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import choose_device
@@ -104,6 +104,7 @@ def _task_and_place(arguments: argparse.Namespace) -> tuple[Task, Place]:
     task = make_task(arguments.task)
     check_read(arguments.data, [task])
     place = Place(arguments.data, arguments.cache or Place().cache, arguments.workers)
+    announce(f"{arguments.task}: data in {place.cache}")
     return task, place
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from cat_lm import mixers
-from cat_lm.core.cli import Parser, output_path
+from cat_lm.core.cli import Parser, announce, output_path
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import choose_device
@@ -67,10 +67,12 @@ def _run(arguments: argparse.Namespace) -> None:
                 f"--test-lengths {length}: is shorter than the training's {trained} tokens"
             )
     from eval.lab.cell import cell_path, run
-    from eval.recall.filter_plots import save_portrait
 
     cell = options_of(arguments, Cell)
     path = cell_path(arguments.out, cell)
+    announce(f"{path}: {cell.mixer} on {cell.task}")
+    from eval.recall.filter_plots import save_portrait
+
     if path.exists():
         print(f"{path}: finished before, is told again")
     record = run(arguments.out, cell, str(choose_device(arguments.device)))
@@ -86,12 +88,14 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _tradeoff(arguments: argparse.Namespace) -> None:
+    announce(f"{arguments.out}: simulating landmarks at {arguments.scale} scale")
     from eval.recall.theory.report import landmark_tradeoff
 
     landmark_tradeoff(arguments.out, _TRIALS[arguments.scale])
 
 
 def _theory(arguments: argparse.Namespace) -> None:
+    announce(f"{arguments.out}: computing the theorems and propositions")
     from eval.recall.theory.report import theory
 
     if fallen := theory(arguments.out, options_of(arguments, Simulations)):

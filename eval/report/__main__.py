@@ -11,7 +11,7 @@ paper's Table 2 with these runs as table2.md, .html and .csv; summary.json and s
 
 from __future__ import annotations
 
-from cat_lm.core.cli import Parser, add_skip_checksums, output_path, path_name
+from cat_lm.core.cli import Parser, add_skip_checksums, announce, output_path, path_name
 from cat_lm.core.errors import command
 from cat_lm.core.folders import check_output
 from cat_lm.pretrained.record import comparing_files
@@ -31,6 +31,7 @@ def main() -> None:
     add_skip_checksums(parser)
     arguments = parser.parse_args()
     check_output(arguments.out)
+    announce(f"{arguments.out}: writing the report of {', '.join(arguments.runs)}")
     with comparing_files(skip=arguments.skip_checksums):
         print(report(arguments.runs, arguments.out, arguments.title))
 

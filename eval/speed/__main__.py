@@ -13,7 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, comma_separated, number, output_file, whole, whole_numbers
+from cat_lm.core.cli import (
+    Parser,
+    announce,
+    comma_separated,
+    number,
+    output_file,
+    whole,
+    whole_numbers,
+)
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.host import GIB
 from cat_lm.core.readers import clipped
@@ -162,6 +170,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0))
     if options.threads is not None and options.threads > cores:
         raise UserError(f"--threads {options.threads}: there are {cores} cores; use at most that")
+    announce(f"measuring {options.benchmark} on device {options.device}")
     from cat_lm.pretrained.loading import quiet_transformers
     from eval.common.provenance import provenance
     from eval.speed.timing import describe, open_device

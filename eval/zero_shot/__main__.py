@@ -21,7 +21,7 @@ import dataclasses
 import os
 from pathlib import Path
 
-from cat_lm.core.cli import Parser, add_skip_checksums, output_path, path_name
+from cat_lm.core.cli import Parser, add_skip_checksums, announce, output_path, path_name
 from cat_lm.core.errors import UserError, command, hard_exit
 from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import model_folder, quiet_transformers
@@ -81,6 +81,7 @@ def _evaluate(arguments: argparse.Namespace, rank: int, ranks: int) -> None:
                 "--prefetch: one process writes the folder; run it without torchrun first"
             )
     require_harness()
+    announce(f"zero-shot tasks {', '.join(names)} of {arguments.model or arguments.prefetch}")
     # tqdm reads this when it is imported: the harness's own bars are not shown.
     os.environ["TQDM_DISABLE"] = "1"
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

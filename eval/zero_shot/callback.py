@@ -58,7 +58,7 @@ class TaskScores(Callback):
 
     def step(self, step: int) -> None:
         if self.waits(step):
-            with self._run.watchdog.unhurried(), self._computing() as scorer:
+            with self._run.watchdog.allow_slow_work(), self._computing() as scorer:
                 record = self._scores(step, scorer)
             self._run.record(record)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from cat_lm.config import RunConfig, load_config
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser, number, output_file, whole, whole_numbers
+from cat_lm.core.cli import Parser, announce, number, output_file, whole, whole_numbers
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.outputs import write_result
 from cat_lm.training.devices import ASSUMED_INTERCONNECT, device_by_option
@@ -106,6 +106,7 @@ def main() -> None:
     # Before torch loads, as in training.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
+    announce(f"examining {arguments.config or 'this machine'}")
     if arguments.ranks is None:
         findings = examine(config)
         page = render(findings, "training can run here")

@@ -163,7 +163,7 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     Raises:
         UserError: the global batch cannot be shared by so many GPUs, or they are not whole nodes.
     """
-    from cat_lm.training.estimate import checkpoint_bytes, memory_per_rank, saves
+    from cat_lm.training.estimate import checkpoint_bytes, count_saves, memory_per_rank
 
     config = with_fitting_micro_batch(run, gpus, cluster.device)
     train, passes = config.train, config.accumulation_steps(gpus)
@@ -199,9 +199,9 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
         step_seconds=step,
         tokens_per_second=config.tokens_per_step / step,
         checkpoint_seconds=saving,
-        checkpoints=saves(config),
+        checkpoints=count_saves(config),
         validation_seconds=validation,
-        total_seconds=config.total_steps * step + saves(config) * saving + validation,
+        total_seconds=config.total_steps * step + count_saves(config) * saving + validation,
         memory=memory_per_rank(config, run.parameters, gpus, run.vocab_size),
     )
 

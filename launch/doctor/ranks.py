@@ -175,10 +175,14 @@ def schedule(run: Run) -> Iterator[Finding]:
 
 def checkpoints(run: Run) -> Iterator[Finding]:
     """Yield the size of one checkpoint and of all that the run keeps."""
-    from cat_lm.training.estimate import checkpoint_bytes, checkpoints_to_hold, kept_for_good
+    from cat_lm.training.estimate import (
+        checkpoint_bytes,
+        count_permanent_checkpoints,
+        count_stored_checkpoints,
+    )
 
     one = checkpoint_bytes(run.config, run.parameters)
-    most = checkpoints_to_hold(run.config) + kept_for_good(run.config)
+    most = count_stored_checkpoints(run.config) + count_permanent_checkpoints(run.config)
     text = (
         f"{one / GIB:.1f} GiB each, every {run.config.checkpoint.every_steps:,} steps; up to "
         f"{most * one / GIB:,.1f} GiB at the end of the run"

@@ -15,7 +15,11 @@ from cat_lm.config import load_config
 from cat_lm.core.errors import SharedError, UserError
 from cat_lm.training.callbacks import wandb
 from cat_lm.training.callbacks.profile import StepProfile
-from cat_lm.training.checkpoint.callback_state import opened_state, storable, write_callback_states
+from cat_lm.training.checkpoint.callback_state import (
+    open_state,
+    to_stored_state,
+    write_callback_states,
+)
 from cat_lm.training.events import Callbacks
 from tests.runs import run_values, write_config
 
@@ -123,13 +127,13 @@ def test_error_of_one_rank_does_not_leave_it_among_collectives(
 
 def test_state_is_what_was_stored_and_other_things_are_refused(tmp_path):
     state = {"a": torch.arange(6.0).view(2, 3).T, "b": [1, None, "x"], "c": torch.tensor(True)}
-    ((path, _),) = write_callback_states(tmp_path, {"mine": storable(state)})
-    with opened_state(path) as found:
+    ((path, _),) = write_callback_states(tmp_path, {"mine": to_stored_state(state)})
+    with open_state(path) as found:
         assert found["b"] == state["b"] and sorted(found) == ["a", "b", "c"]
         assert all(found[key].equal(state[key]) for key in "ac")
     for wrong in ([1], {1: 2}, {"a": {1, 2}}, {"a": float("nan")}):
         with pytest.raises(UserError, match="state"):
-            storable(wrong)
+            to_stored_state(wrong)
 
 
 def test_memory_of_a_gpu_is_traced_too(monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ from cat_lm.export import export_checkpoint, export_model, training_facts
 from cat_lm.pretrained import conversion, loading
 from cat_lm.pretrained.loading import load_model, load_tokenizer
 from cat_lm.pretrained.record import read_record
-from cat_lm.training.checkpoint.callback_state import storable, write_callback_states
+from cat_lm.training.checkpoint.callback_state import to_stored_state, write_callback_states
 from tests.calls import call_main
 from tests.checkpoints import seal
 from tests.commands import python
@@ -116,7 +116,7 @@ def test_averaged_weights_are_exported_on_request(tmp_path, tokenizer_folder):
     (run / "metrics.jsonl").write_text('{"step": 12, "val_loss": 1.5}\n')
     with pytest.raises(UserError, match=r"--ema: .* has no averaged weights; see train.ema_decay"):
         export_checkpoint(run, ema=True)
-    state = {"ema": storable(dict(averaged.named_parameters()))}
+    state = {"ema": to_stored_state(dict(averaged.named_parameters()))}
     write_callback_states(folder, state)
     seal(folder)
     out = export_checkpoint(run, ema=True)
@@ -179,7 +179,7 @@ def test_command_says_what_it_wrote_and_nothing_else(tmp_path, tokenizer_folder,
     command = [sys.executable, "-m", "cat_lm.export", tmp_path / "run", tmp_path / "out"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
-    assert result.stderr == ""
+    assert result.stderr == f"exporting the newest checkpoint of {tmp_path / 'run'}\n"
     assert re.fullmatch(r".*/out: [\d,]+ parameters in float32, read back.*\n", result.stdout)
 
 

@@ -204,7 +204,7 @@ class TestCode:
         assert not ran.exists()
 
     def test_of_a_tokenizer_of_its_own(self, foreign, ran, monkeypatch, capsys):
-        from cat_lm.data.tokenizers import from_transformers
+        from cat_lm.data.tokenizers import read_transformers_tokenizer
 
         self.evil(foreign, ran)
         (foreign / "tokenizer.json").unlink()
@@ -213,7 +213,7 @@ class TestCode:
         monkeypatch.setattr("builtins.input", lambda *_: "y")
         assert_one_line(monkeypatch, capsys, "its code is not run", foreign, "x", stdin=b"y\n" * 9)
         with pytest.raises(UserError, match="not a tokenizer folder"):
-            from_transformers(foreign)
+            read_transformers_tokenizer(foreign)
         assert not ran.exists()
 
     def test_beside_a_model_that_is_known(self, foreign, ran, monkeypatch, capsys):

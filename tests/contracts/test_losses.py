@@ -1,4 +1,4 @@
-"""Contracts of the output projection's loss, by torch and by Triton's kernel in its chunks."""
+"""Contracts of the output projection's loss, by torch and by each kernel in its chunks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from cat_lm.ops.loss import cross_entropy_cpu
 from cat_lm.ops.loss import linear_cross_entropy as loss_module
 from tests.contracts.operators import INTERPRETED, assert_close, exact, linear_cross_entropy
 from tests.reference.loss import cross_entropy
 
 
-@pytest.fixture(autouse=True, params=["torch", *["triton"] * INTERPRETED])
+@pytest.fixture(autouse=True, params=["torch", "C++", *["triton"] * INTERPRETED])
 def backend(request, monkeypatch):
     """Take chunks of 16 of the 40 positions, of which the last one is not full."""
+    kernel = None if request.param == "torch" else cross_entropy_cpu.cross_entropy_
     if request.param == "triton":
-        monkeypatch.setattr(loss_module, "_kernel_serves", lambda *_: True)
+        kernel = loss_module.cross_entropy_triton.cross_entropy_
+    monkeypatch.setattr(loss_module, "_kernel", lambda *_: kernel)
     monkeypatch.setattr(loss_module, "CHUNK_ELEMENTS", 16 * 97)
     monkeypatch.setattr(loss_module, "KERNEL_CHUNK_BYTES", 2000)
     monkeypatch.setattr(loss_module, "_ROWS_OF_A_TILE", 16)

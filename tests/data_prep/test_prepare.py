@@ -77,7 +77,7 @@ def read_only(patched):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
 
     patched.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
-    patched.setattr(output_folder, "hold", refuse)
+    patched.setattr(output_folder, "take_lock", refuse)
     for name in ("unlink", "rmdir", "mkdir"):
         patched.setattr(os, name, refuse)
 

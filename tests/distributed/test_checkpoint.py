@@ -29,14 +29,14 @@ FEW = (
 )
 ACTIONS = (
     *FEW,
-    "cat_lm.training.checkpoint.run.prepare",
+    "cat_lm.training.checkpoint.run.make_empty_folder",
     "cat_lm.training.checkpoint.optimizer_state.full_precision_weights",
     "cat_lm.training.checkpoint.optimizer_state.write_state",
     "cat_lm.training.checkpoint.optimizer_state.save_file",
     "cat_lm.training.checkpoint.optimizer_state.save_random_states",
     "shutil.copytree",
     "cat_lm.training.checkpoint.optimizer_state.check_stored",
-    "cat_lm.training.checkpoint.run.flush",
+    "cat_lm.training.checkpoint.run.flush_and_hash",
     "cat_lm.training.checkpoint.run.checksum",
     "cat_lm.training.checkpoint.optimizer_state.read_index",
     "cat_lm.training.checkpoint.run.sync_directory",

@@ -151,7 +151,7 @@ class InfiniteOnLastRank:
     """The engine's loss, but infinite on the last rank while `bad`."""
 
     def __init__(self, engine, ranks):
-        self.outputs, self.bad = engine._outputs, False
+        self.outputs, self.bad = engine._forward, False
         self.is_last = ranks.rank == ranks.world_size - 1
 
     def __call__(self, micro_batch, num_items_in_batch):
@@ -167,7 +167,7 @@ def bad_steps(ranks, precision):
     for stage in (0, 1, 2, 3):
         config = make_config(stage, 2, precision)
         engine = Engine(build_model(config, VOCAB), config, ranks)
-        engine._outputs = last = InfiniteOnLastRank(engine, ranks)
+        engine._forward = last = InfiniteOnLastRank(engine, ranks)
         engine.train_step(rows_of(global_batch(0), ranks), 1e-2)
         before = full_precision_weights(engine)
         last.bad = True

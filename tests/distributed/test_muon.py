@@ -49,7 +49,7 @@ def engine_loop(ranks) -> dict[str, torch.Tensor]:
             engine.train_step(rows_of(global_batch(step), ranks), 1e-3)
         # A step that is not finite changes nothing.
         before = full_precision_weights(engine)
-        engine._outputs = partial(not_finite, engine._outputs)
+        engine._forward = partial(not_finite, engine._forward)
         assert engine.train_step(rows_of(global_batch(0), ranks), 1e-3).skipped
     after = full_precision_weights(engine)
     assert all(after[name].equal(weight) for name, weight in before.items())

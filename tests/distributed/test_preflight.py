@@ -21,7 +21,7 @@ from cat_lm.training.checkpoint.optimizer_state import full_precision_weights, s
 from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import TIGHT, memory_per_rank, num_parameters
 from cat_lm.training.preflight import data as preflight_data
-from cat_lm.training.preflight.dry_run import absent_moments
+from cat_lm.training.preflight.dry_run import allocate_moments
 from tests.distributed.ranks import run_on_ranks
 from tests.prepared_data import random_documents, write_prepared
 from tests.runs import run_values
@@ -43,7 +43,7 @@ def losses_with_and_without(ranks, data, cases):
             for step in range(STEPS):
                 # Also between steps, as after a checkpoint: moments and counters are there then.
                 if dry and step != 1:
-                    reserved = sum(t.numel() for t in absent_moments(engine))
+                    reserved = sum(t.numel() for t in allocate_moments(engine))
                     assert reserved == (0 if step else 2 * stepped), (stage, step)
                     line = preflight.dry_run_batch(engine, loader)
                     assert line.startswith("preflight: dry-run batch of 2 x 32 tokens in "), line
@@ -177,7 +177,7 @@ def test_dry_run_batch_changes_nothing(tiny_corpus):
 
 def read_data(config: RunConfig, ranks, progress) -> None:
     read = (lambda note: preflight_data.read_data(config, note)) if ranks.is_first else None
-    opened = preflight_data.meanwhile(ranks, read, progress)
+    opened = preflight_data.run_with_progress(ranks, read, progress)
     assert opened is None or opened.result().vocab_size > 0
 
 

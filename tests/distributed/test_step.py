@@ -113,7 +113,7 @@ def bits(ranks, stage: int, precision: str) -> list[tuple]:
             ),
         ):
             engine = Engine(build_model(config, VOCAB), config, ranks)
-        engine._outputs = last = InfiniteOnLastRank(engine, ranks)
+        engine._forward = last = InfiniteOnLastRank(engine, ranks)
         steps = []
         for step in range(6):
             last.bad = step in (0, 3)  # also before there are moments

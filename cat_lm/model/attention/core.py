@@ -32,6 +32,7 @@ from cat_lm.model.context import Context
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.sequence import to_tokens
 from cat_lm.model.streams.operations import QueryKeyNorm
+from cat_lm.ops.attention import causal_cpu
 
 # The fast kernels of these functions require values as wide as keys; R ranks make keys R·D wide.
 _OF_ONE_WIDTH = ("sdpa", "flash_attention_2")
@@ -173,13 +174,25 @@ class AttentionMixin:
         if call.document_borders is not None:
             how = call.document_borders, call.scaling, call.dropout
             return attend_within_borders(query, key, value, *how)[..., :width], None
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, type(self).eager_attention)
+        is_plain = call.mask is None and not call.dropout and call.arguments.get("is_causal", True)
+        streams = [x.to(computing_dtype(x)) for x in (query, key, value)]
+        if implementation == "sdpa" and is_plain and causal_cpu.serves(*streams):
+            output, maps = causal_cpu.causal_attention(*streams, call.scaling), None
+        else:
+            output, maps = self._call_function(query, key, value, call)
+        return (output[..., :width] if output.shape[-1] > width else output), maps
+
+    def _call_function(
+        self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
+    ) -> tuple[Tensor, Tensor | None]:
+        """Call transformers' function of the configuration's name, as `_attend`."""
+        name, eager = self.config._attn_implementation, type(self).eager_attention
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
         # Avoid repeating keys that were already repeated for every query head.
         is_repeated = getattr(self, "num_key_value_groups", 1) > query.shape[1] // key.shape[1]
         module = _Ungrouped(self) if is_repeated else self
         how = {"scaling": call.scaling, "dropout": call.dropout} | call.arguments
-        output, maps = function(module, query, key, value, call.mask, **how)
-        return (output[..., :width] if output.shape[-1] > width else output), maps
+        return function(module, query, key, value, call.mask, **how)
 
 
 def entry_weights(model: nn.Module) -> set[str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from cat_lm.core.numbers import IGNORE_INDEX
+from cat_lm.ops.loss import cross_entropy_cpu
 from cat_lm.ops.runtime.operators import custom_op, refuse_second_derivative
 from cat_lm.ops.runtime.triton_launch import DTYPES, INSTALLED
 
 if INSTALLED:
     from cat_lm.ops.loss import cross_entropy_triton
 
-# The logits of one chunk, in elements: 64 MiB in fp32. Larger chunks are not faster on a CPU.
+# The logits of one chunk, in elements, but in Triton's kernel. Larger chunks are not faster.
 CHUNK_ELEMENTS = 16 * 1024 * 1024
 # In Triton's kernel, the bytes of a chunk in the compute dtype, and the most chunks that a batch is
 # cut into, whatever their bytes: the head's weight and its gradient in fp32 are read anew, and
@@ -21,6 +24,9 @@ KERNEL_CHUNK_BYTES = 512 * 1024 * 1024
 MOST_KERNEL_CHUNKS = 8
 _ROWS_OF_A_TILE = 128  # of a matrix product: a chunk has whole ones
 
+# Takes logits [N, V], labels [N], losses [N] to be filled, and whether the gradient is wanted.
+Kernel = Callable[[Tensor, Tensor, Tensor, bool], None]
+
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """Return the sum over labelled positions of −log softmax(hidden · weightᵀ)[label].
@@ -28,9 +34,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     Logits exist for one chunk of positions at a time: in the compute dtype (autocast's if it is on,
     else that of `hidden`), then in fp32 for the softmax. Where a gradient is wanted, the same pass
     computes it, with the gradient of `weight` summed over chunks in fp32, so that logits are
-    neither kept nor computed twice. On a GPU with Triton, a kernel turns the logits of a chunk into
-    their gradient where they lie, and computes in fp32 without storing anything in it. Second and
-    forward-mode derivatives raise NotImplementedError.
+    neither kept nor computed twice. A kernel, of Triton on a GPU and of C++ on a CPU, turns the
+    logits of a chunk into their gradient where they lie, and computes in fp32 without storing
+    logits in it. Second and forward-mode derivatives raise NotImplementedError.
 
     Args:
         hidden: [..., C].
@@ -71,13 +77,13 @@ def _summed_loss(
     total.zero_(), d_weight.zero_()
     sums, wanted = (total, d_hidden, d_weight), (wants_hidden, wants_weight)
     with torch.autocast(hidden.device.type, enabled=False):
-        by_kernel = _kernel_serves(hidden, compute_dtype)
-        _add_chunks(by_kernel, hidden, weight.to(compute_dtype), labels, sums, wanted)
+        kernel = _kernel(hidden.device, compute_dtype)
+        _add_chunks(kernel, hidden, weight.to(compute_dtype), labels, sums, wanted)
     return sums
 
 
 def _add_chunks(
-    by_kernel: bool,
+    kernel: Kernel | None,
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -86,22 +92,23 @@ def _add_chunks(
 ) -> None:
     """Add to the sums of `_summed_loss`, chunk by chunk; `weight` has the compute dtype.
 
-    The kernel's chunks take turns in the same memory, a row padded to whole vectors.
+    The kernel's chunks take turns in the same memory; Triton's rows are padded to whole vectors.
     """
     total, d_hidden, d_weight = sums
     tokens, vocabulary = hidden.shape[0], weight.shape[0]
-    length = max(1, CHUNK_ELEMENTS // vocabulary)
-    if by_kernel:
+    length, stride = max(1, CHUNK_ELEMENTS // vocabulary), vocabulary
+    if kernel and kernel is not cross_entropy_cpu.cross_entropy_:
         length, stride = kernel_chunk(tokens, vocabulary, weight.itemsize)
+    if kernel:
         room, losses = weight.new_empty(min(length, tokens), stride), total.new_empty(tokens)
     for start in range(0, tokens, length):
         rows = 0, start, min(length, tokens - start)
         inputs = hidden.narrow(*rows).to(weight.dtype)
-        if by_kernel:
+        if kernel:
             d_logits = room.narrow(0, 0, rows[2]).narrow(1, 0, vocabulary)
             torch.mm(inputs, weight.T, out=d_logits)
             chunk = labels.narrow(*rows), losses.narrow(*rows)
-            cross_entropy_triton.cross_entropy_(d_logits, *chunk, any(wanted))
+            kernel(d_logits, *chunk, any(wanted))
         else:
             logits = (inputs @ weight.T).to(total.dtype)
             loss, d_logits = _chunk(logits, labels.narrow(*rows), any(wanted))
@@ -111,7 +118,7 @@ def _add_chunks(
             torch.mm(d_logits, weight, out=d_hidden.narrow(*rows))
         if wanted[1]:
             _add_product(d_weight, d_logits, inputs)
-    if by_kernel:
+    if kernel:
         torch.sum(losses, dim=0, out=total)
 
 
@@ -129,8 +136,14 @@ def kernel_chunk(tokens: int, vocabulary: int, itemsize: int) -> tuple[int, int]
     return -(-length // _ROWS_OF_A_TILE) * _ROWS_OF_A_TILE, stride
 
 
-def _kernel_serves(hidden: Tensor, compute_dtype: torch.dtype) -> bool:
-    return hidden.is_cuda and INSTALLED and compute_dtype in DTYPES
+def _kernel(device: torch.device, compute_dtype: torch.dtype) -> Kernel | None:
+    """Return the kernel that serves, or None for torch's operators."""
+    if device.type == "cuda" and INSTALLED and compute_dtype in DTYPES:
+        return cross_entropy_triton.cross_entropy_
+    cpu = cross_entropy_cpu
+    if device.type == "cpu" and compute_dtype in cpu.DTYPES and cpu.KERNEL.is_built:
+        return cpu.cross_entropy_
+    return None
 
 
 @_summed_loss.register_fake

@@ -15,13 +15,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 
-def _attention(query: Any, key: Any, value: Any, *_: Any, **how: Any) -> int:
+def attention_flops(query: Any, key: Any, value: Any, *_: Any, **how: Any) -> int:
     """Count the products with keys [B, H or fewer, S, D] and with values."""
     return 2 * math.prod(query[:3]) * key[2] * (query[3] + value[3])
 
 
 # torch's counter has no formula for a CPU's attention.
-_FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
+_FORMULAS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops}
 
 
 class FlopCounter:

@@ -1,1 +1,1 @@
-"""This project's callbacks, a file each with its ENTRY; `cat_lm.callbacks` finds them by name."""
+"""This project's callbacks, one per file as `ENTRY`; `cat_lm.callbacks` finds them by name."""

@@ -2,9 +2,9 @@
 
     e_t = d e_{t−1} + (1 − d) w_t
 
-after every step t, in fp32, from the master weights w; e begins as the weights at launch. A step
-that was skipped leaves w as it was, and counts. Each rank averages the part of the weights that it
-writes into checkpoints, so that ranks and ZeRO stage may change between launches.
+after every step t, in fp32, where w are the master weights; e starts as the weights at launch.
+Skipped steps count, although they do not change w. Each rank averages the part of the weights that
+it writes into checkpoints, so that the number of ranks and the ZeRO stage may change on resuming.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ class Ema(CallbackKind):
 
 
 class WeightAverage(Callback):
-    """Hold this rank's part of the averaged weights."""
+    """This rank's part of the averaged weights."""
 
     def __init__(self, run: Run) -> None:
-        from cat_lm.training.checkpoint.optimizer_state import share
+        from cat_lm.training.checkpoint.optimizer_state import fragments_to_write
 
         self._engine, self._decay = run.engine, run.config.train.ema_decay
-        self._parts = {fragment.name: fragment for fragment in share(run.engine)}
+        self._parts = {fragment.name: fragment for fragment in fragments_to_write(run.engine)}
         self._averages: dict[str, torch.Tensor] = {}
 
     def _weights(self) -> list[torch.Tensor]:
@@ -52,7 +52,7 @@ class WeightAverage(Callback):
             torch._foreach_lerp_([*self._averages.values()], self._weights(), 1 - self._decay)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Gather the averages by the parameters' names on the first rank."""
+        """Return the averages on rank 0, by the parameters' names (a collective)."""
         from cat_lm.training.checkpoint.optimizer_state import gather_whole
 
         averages = self._averages.items()

@@ -1,6 +1,6 @@
 """Traces of the time and memory of some steps: `train.profile_steps`.
 
-The run's folder gets `profile/steps-A-B.trace.json.gz` of the first rank, for
+Rank 0 writes `profile/steps-A-B.trace.json.gz` into the run's folder, for
 https://ui.perfetto.dev or chrome://tracing, and on a GPU `steps-A-B.memory.pickle`, for
 https://pytorch.org/memory_viz.
 """
@@ -28,7 +28,7 @@ class Profile(CallbackKind):
 
 
 class StepProfile(Callback):
-    """Trace the steps of the range that this launch comes to."""
+    """Trace the steps of the configured range that this launch runs."""
 
     def __init__(self, run: Run) -> None:
         self._run, self._device = run, run.ranks.device
@@ -75,7 +75,7 @@ class StepProfile(Callback):
         folder = self._run.folder / "profile"
         folder.mkdir(exist_ok=True)
         path = _free_name(folder, name)
-        temporary = path.with_name(f".{path.name}")  # Its ending chooses the format.
+        temporary = path.with_name(f".{path.name}")  # The profiler compresses by the suffix.
         write(str(temporary))
         os.replace(temporary, path)
         self._run.log(f"profile: {path}")
@@ -88,7 +88,7 @@ class StepProfile(Callback):
 
 
 def _free_name(folder: Path, name: str) -> Path:
-    """Return the path for a file; with a number where an earlier launch has traced these steps."""
+    """Return an unused path for a file, with a number if an earlier launch has written it."""
     stem, dot, ending = name.partition(".")
     names = (f"{stem}{f'-{number}' if number > 1 else ''}{dot}{ending}" for number in count(1))
     return next(path for path in (folder / name for name in names) if not path.exists())

@@ -1,4 +1,4 @@
-"""Curves for TensorBoard, in the run's folder `tensorboard`: `logging.tensorboard`."""
+"""TensorBoard curves in the folder `tensorboard` of the run: `logging.tensorboard`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from cat_lm.callbacks import Callback, CallbackKind, Run
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import AppendedFile
-from cat_lm.training.metrics import numbers
+from cat_lm.training.metrics import finite_numbers
 
 _event_files = itertools.count()
 
@@ -28,17 +28,17 @@ class TensorBoard(CallbackKind):
 
 
 class Curves(Callback):
-    """Write the numbers of every record."""
+    """Write the numbers of every record to an event file."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
 
     def launch(self, step: int) -> None:
         folder, first = self._run.folder / "tensorboard", self._run.recorded_step + 1
-        self.events = EventFile(folder, purge_step=first, say=self._run.log)
+        self.events = EventFile(folder, purge_step=first, log=self._run.log)
 
     def record(self, record: dict[str, Any]) -> None:
-        scalars = {_group(name): value for name, value in numbers(record).items()}
+        scalars = {_group(name): value for name, value in finite_numbers(record).items()}
         self.events.add(record["step"], scalars)
         self._check()
 
@@ -58,22 +58,22 @@ def _group(name: str) -> str:
 
 
 class EventFile:
-    """A file of scalars for TensorBoard, which hides older ones in `folder` from `purge_step` on.
+    """A TensorBoard event file of scalars; TensorBoard hides older scalars from `purge_step` on.
 
-    It is written in the caller's thread: the writers of torch and tensorboard have one of their
-    own, which a full disk ends with a traceback, and whoever hands it another event may wait for
-    ever. A write that fails is kept as `error`, as `AppendedFile` does.
+    It is written in the caller's thread. The writers of torch and tensorboard have a thread that a
+    full disk ends with a traceback, after which adding another event may block forever. The first
+    failed write is kept as `error`, as in `AppendedFile`.
     """
 
     def __init__(
-        self, folder: Path, purge_step: int, say: Callable[[str], object] = lambda line: None
+        self, folder: Path, purge_step: int, log: Callable[[str], object] = lambda line: None
     ) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(parents=True, exist_ok=True)
         name = f"{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_event_files)}"
-        self._file = AppendedFile(folder / f"events.out.tfevents.{name}", say)
+        self._file = AppendedFile(folder / f"events.out.tfevents.{name}", log)
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary
         self._records = RecordWriter(self._file)
         self._write(file_version="brain.Event:2", step=purge_step)

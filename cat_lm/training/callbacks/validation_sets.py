@@ -1,8 +1,7 @@
-"""Held-out losses of more prepared folders: `validation.sets: {NAME: FOLDER}`.
+"""Validation losses of further prepared folders: `validation.sets: {NAME: FOLDER}`.
 
-Each is scored as the run's own validation split, over the windows of its folder's validation split
-and at most `validation.max_tokens`; the metrics are `val_loss/NAME`, `val_perplexity/NAME` and
-`val_bits_per_byte/NAME`.
+Each folder's validation split is scored as the run's own one is, up to `validation.max_tokens`. The
+metrics are `val_loss/NAME`, `val_perplexity/NAME` and `val_bits_per_byte/NAME`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class NamedSets(Callback):
         from cat_lm.training.validation import Validation
 
         data, folder = run.config.data, run.config.validation.sets[name]
-        # One rank of a host reads all of it, as in the preflight.
+        # One rank per host reads and verifies the data, as in the preflight.
         reads = run.ranks.local_rank == 0
         corpus = open_corpus(folder, "validation", data.cache_dir, look=reads)
         ours, theirs = (c.parts[0].manifest["tokenizer"] for c in (run.corpus, corpus))

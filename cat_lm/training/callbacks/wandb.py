@@ -8,7 +8,7 @@ from typing import Any
 from cat_lm.callbacks import Callback, CallbackKind, Run
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import write_text
-from cat_lm.training.metrics import numbers
+from cat_lm.training.metrics import finite_numbers
 
 
 class WeightsAndBiases(CallbackKind):
@@ -21,7 +21,7 @@ class WeightsAndBiases(CallbackKind):
 
 
 class WandbRun(Callback):
-    """Log every number; a resumed run goes on as the same one of W&B."""
+    """Log every number; a resumed run continues the same W&B run."""
 
     def __init__(self, run: Run) -> None:
         try:
@@ -51,7 +51,7 @@ class WandbRun(Callback):
         )
 
     def record(self, record: dict[str, Any]) -> None:
-        self._tracked.log(numbers(record), step=record["step"])
+        self._tracked.log(finite_numbers(record), step=record["step"])
 
     def end(self, step: int, exit_code: int) -> None:
         self._tracked.finish()

@@ -10,23 +10,23 @@
         tokenizer/
         state/                     rank-00000.safetensors …: AdamW's moments (see optimizer_state)
         random-00000.pt            generator states of each rank
-      step-00000050.aside/         was no whole checkpoint, or not ours: renamed, never deleted
+      step-00000050.aside/         an incomplete or unknown folder: renamed, never deleted
 
-It takes 12 bytes a parameter: 4 of weights, which are stored once, in model/, and 8 of moments.
-Saving gathers the weights on the first rank's CPU (4 bytes a parameter: 28 GB for 7B parameters)
-and moves each rank's moments through its own CPU.
+A checkpoint takes 12 bytes per parameter: 4 for the weights, which are stored once, in model/, and
+8 for the moments. Saving gathers the weights on the CPU of rank 0 (4 bytes per parameter: 28 GB for
+7B parameters) and moves each rank's moments through its own CPU.
 
-It is *elastic*: the number of ranks and the ZeRO stage may be others on resuming. With the same
-ones the losses are those of a run that was never interrupted, bit for bit where a step gives the
-same bits twice: on CPUs, and on GPUs with train.deterministic as far as NCCL's order of sums is the
-same. Otherwise weights, moments and steps are restored bit for bit too, and the samples are the
-same; but sums over ranks are rounded in another order. With another number of ranks the generators
-are seeded anew, by `seed_of`, so that dropout draws other masks.
+Checkpoints are *elastic*: the number of ranks and the ZeRO stage may change on resuming. If they do
+not, the losses match those of an uninterrupted run bit for bit, provided that steps are
+reproducible: on CPUs, and on GPUs with train.deterministic if NCCL sums in the same order. If they
+change, weights, moments and steps are restored bit for bit, and the samples are the same, but sums
+over ranks are rounded in another order. With another number of ranks the random generators are
+seeded by `seed_of`, so that dropout masks differ.
 
-A checkpoint is written beside its final name, flushed, hashed, compared with memory, marked and
-then renamed, so that a process killed at any moment leaves the previous ones as they were. Whatever
-goes on from one compares all its files with the marker first. Finding one needs neither torch nor
-DeepSpeed.
+A checkpoint is written under a temporary name, flushed, hashed, compared with memory, given its
+completion marker and then renamed. A process that is killed at any moment leaves the previous
+checkpoints unchanged. Resuming first compares all files with the marker. Finding a checkpoint needs
+neither torch nor DeepSpeed.
 """
 
 from cat_lm.training.checkpoint.files import (

@@ -1,6 +1,6 @@
-"""The states of callbacks in a checkpoint: `callbacks/NAME.safetensors`, written by the first rank.
+"""The states of callbacks in a checkpoint: `callbacks/NAME.safetensors`, written by rank 0.
 
-Tensors are stored as they are; other values as JSON in the file's metadata.
+Tensors are stored unchanged, and other values as JSON in the file's metadata.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 
 from cat_lm.core.errors import UserError
 from cat_lm.core.files import raising_os_errors
-from cat_lm.training.checkpoint.optimizer_state import opened
+from cat_lm.training.checkpoint.optimizer_state import open_safetensors
 
 FOLDER = "callbacks"
 _VALUES = "values"
 
 
 class CallbackState(NamedTuple):
-    """A callback's state as its file holds it."""
+    """A callback's state in the form in which it is stored."""
 
     tensors: dict[str, torch.Tensor]
     values: str  # JSON
@@ -33,10 +33,10 @@ class CallbackState(NamedTuple):
 EMPTY = CallbackState({}, "{}")
 
 
-def storable(state: Any) -> CallbackState:
-    """Copy what a callback returns as its state to the CPU.
+def to_stored_state(state: Any) -> CallbackState:
+    """Return a callback's state in its stored form, with tensors copied to the CPU.
 
-    Raises UserError for what neither is a tensor nor has a form in JSON.
+    Raises UserError for values that are neither tensors nor valid in JSON.
     """
     if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
         raise UserError("its state must be a mapping from names")
@@ -55,7 +55,7 @@ def storable(state: Any) -> CallbackState:
 def write_callback_states(
     new: Path, states: Mapping[str, CallbackState]
 ) -> list[tuple[Path, dict[str, torch.Tensor]]]:
-    """Write each callback's state, by its name; return the files with the tensors in them."""
+    """Write the callbacks' states to files; return each path with the tensors in it."""
     written = []
     for name, state in states.items():
         path = new / FOLDER / f"{name}.safetensors"
@@ -67,12 +67,12 @@ def write_callback_states(
 
 
 def stored_states(checkpoint: Path) -> dict[str, Path]:
-    """Return the files of the callbacks' states in a step folder, by the callbacks' names."""
+    """Return the state files in a checkpoint by the callbacks' names."""
     return {path.stem: path for path in sorted((checkpoint / FOLDER).glob("*.safetensors"))}
 
 
 class StoredState(Mapping):
-    """A stored state, of which each tensor is read when it is asked for."""
+    """A callback's stored state; a tensor is read when it is accessed."""
 
     def __init__(self, stored: safe_open) -> None:
         self._stored = stored
@@ -92,7 +92,7 @@ class StoredState(Mapping):
 
 
 @contextmanager
-def opened_state(path: Path) -> Iterator[StoredState]:
+def open_state(path: Path) -> Iterator[StoredState]:
     """Open a callback's state. Raises UserError for a damaged file."""
-    with opened(path) as stored:
+    with open_safetensors(path) as stored:
         yield StoredState(stored)

@@ -1,4 +1,4 @@
-"""The files and folders of checkpoints: schemas, the marker, the search, the retention rule."""
+"""Files and folders of checkpoints: schemas, completion marker, search and deletion."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ STATE = "state.json"
 RUN_CONFIG = "run_config.yaml"
 WEIGHTS = "model/model.safetensors"
 ALGORITHM: Algorithm = "xxh3_128"
-# What every checkpoint has.
+# The files that every checkpoint has.
 _REQUIRED = (STATE, RUN_CONFIG, WEIGHTS, "model/config.json")
 
 Size = Annotated[int, Field(ge=0)]
 
 
-# Errors that say what lies at a path; others are of the moment: of a file system or of rights.
+# Errors that describe the path itself; others may be transient: of a file system or of permissions.
 _LASTING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EINVAL)
 
 
-def describe_lasting(path: Path, error: OSError) -> str:
-    """Describe an error that will be the same at the next attempt; raise TemporaryError for others.
+def describe_permanent_error(path: Path, error: OSError) -> str:
+    """Return the text of an error that will persist; raise TemporaryError for any other error.
 
-    A checkpoint is not passed over, let alone renamed, for what a network file system or its rights
-    do to one machine for a while.
+    A checkpoint must not be skipped or renamed because a network file system or permissions fail
+    temporarily on one machine.
     """
     if error.errno not in _LASTING:
         raise TemporaryError(
@@ -60,11 +60,11 @@ class StoredFile(Record):
     """The marker's entry of one file."""
 
     bytes: Size
-    checksum: str = Field(pattern=r"^[0-9a-f]{32}$")  # hexadecimal, of the marker's algorithm
+    checksum: str = Field(pattern=r"^[0-9a-f]{32}$")  # hexadecimal, by the marker's algorithm
 
 
 class Marker(Versioned):
-    """complete.json, of a checkpoint whose weights and moments were found finite."""
+    """The schema of complete.json; the checkpoint's weights and moments were found finite."""
 
     program: Literal["cat_lm"]
     algorithm: Literal["xxh3_128"]
@@ -72,17 +72,16 @@ class Marker(Versioned):
 
 
 def read_marker(folder: Path) -> dict[str, StoredFile]:
-    """Read which files a step folder must hold, the largest first.
+    """Return the files that a checkpoint must have, by relative path, the largest first.
 
     Raises:
-        UserError: there is no marker, or it is none that this program writes; `TemporaryError`
-            where there may be one.
+        UserError: there is no valid marker; a `TemporaryError` if it cannot be read now.
     """
     path = folder / MARKER
     try:
         open(path, "rb").close()
     except OSError as error:
-        describe_lasting(path, error)
+        describe_permanent_error(path, error)
     files = read_json(path, Marker).files
     if missing := [name for name in _REQUIRED if name not in files]:
         raise UserError(f"{path}: lists no {missing[0]}, which every checkpoint has")
@@ -90,7 +89,7 @@ def read_marker(folder: Path) -> dict[str, StoredFile]:
 
 
 def write_marker(folder: Path, files: Mapping[str, StoredFile]) -> None:
-    """Write complete.json atomically, for weights and moments that were found finite."""
+    """Write complete.json atomically; weights and moments must have been found finite."""
     listed = dict(sorted(files.items()))
     marker = Marker(format=1, program="cat_lm", algorithm=ALGORITHM, files=listed)
     write_json(folder / MARKER, marker.model_dump())
@@ -100,11 +99,11 @@ class DataState(Record):
     """The data that a run was trained on."""
 
     fingerprint: str
-    path: str | None  # none of a mixture
+    path: str | None  # None for a mixture
 
 
 class CodeVersion(Record):
-    """The writer of a checkpoint: cat_lm's version, its git commit (`+`: with changes), plugins."""
+    """The code that wrote a checkpoint: version, git commit (`+`: with changes) and plugins."""
 
     cat_lm: str
     commit: str | None
@@ -112,7 +111,7 @@ class CodeVersion(Record):
 
 
 class RunState(Versioned):
-    """state.json: where in its run a checkpoint stands."""
+    """The schema of state.json: the position of a checkpoint in its run."""
 
     step: Size
     tokens: Size
@@ -121,7 +120,7 @@ class RunState(Versioned):
     skipped: Size
     skipped_in_a_row: Size
     code: CodeVersion
-    validated: bool  # whether the validation that is due after this step was made
+    validated: bool  # False if the validation after this step is still due
 
 
 def read_run_state(folder: Path) -> RunState:
@@ -141,17 +140,17 @@ Say = Callable[[str], object]
 
 
 def step_of(folder: Path) -> int:
-    """Return the step that a step folder's name says."""
+    """Return the step in the name of a checkpoint folder."""
     return int(STEP_FOLDER.fullmatch(folder.name)[1])
 
 
 def lies_in(step_folder: Path, folder: Path) -> bool:
-    """Return True if a step folder is one of a `checkpoints` folder's, by name or behind a link."""
+    """Return True if a checkpoint is in a `checkpoints` folder, directly or by a link."""
     return folder.resolve() in (step_folder.parent.resolve(), step_folder.resolve().parent)
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """List the folders named as checkpoints are, whole or not, oldest first."""
+    """Return the folders with names of checkpoints, complete or not, oldest first."""
     if not folder.is_dir():
         return []
     named = (path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name))
@@ -159,14 +158,14 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """List the step folders in a `checkpoints` folder that `is_complete` takes, oldest first."""
+    """Return the complete checkpoints in a `checkpoints` folder, oldest first."""
     return [path for path in step_folders(folder) if is_complete(path)]
 
 
 def is_complete(folder: Path) -> bool:
-    """Return True if the marker is there and every file has the size it lists; reads no file.
+    """Return True if the marker exists and every file has the listed size; no file is read.
 
-    What cannot be looked at now is not known to be complete.
+    Return False if the folder cannot be accessed now.
     """
     try:
         return wrong_size(folder, read_marker(folder)) is None
@@ -175,12 +174,12 @@ def is_complete(folder: Path) -> bool:
 
 
 def wrong_size(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
-    """Name the first file that is missing or of another size than listed; None if none."""
+    """Return the problem of the first file that is missing or has another size, or None."""
     for name, file in files.items():
         try:
             found = (folder / name).stat()
         except OSError as error:
-            return f"{name}: {describe_lasting(folder / name, error)}"
+            return f"{name}: {describe_permanent_error(folder / name, error)}"
         if not stat.S_ISREG(found.st_mode):
             return f"{name}: is no file"
         if found.st_size != file.bytes:
@@ -189,22 +188,21 @@ def wrong_size(folder: Path, files: Mapping[str, StoredFile]) -> str | None:
 
 
 def say_to_stderr(line: str) -> None:
-    """Print a line on stderr, where commands print what is no result."""
+    """Print a line on stderr, so that stdout has only results."""
     print(line, file=sys.stderr)
 
 
 def find_checkpoint(path: Path | str, say: Say = say_to_stderr) -> Path:
-    """Find the newest whole checkpoint at `path`: a run, a `checkpoints` or a step folder.
+    """Return the newest undamaged checkpoint at `path`: a run, `checkpoints` or step folder.
 
-    Every file of the folder that is returned is there and has the size and the checksum of its
-    marker, so it holds what training wrote, and that was finite. `say` gets a line for each newer
-    one that was passed over. Raises UserError where there is none.
+    Every file of the returned folder has the size and the checksum in its marker. `say` is called
+    with a line for each newer checkpoint that is damaged. Raises UserError if there is none.
     """
     return newest_whole(candidates(path), damage, say)
 
 
 def candidates(path: Path | str) -> list[Path]:
-    """List the step folders at `path`, whole or not, newest first. Raises UserError for none."""
+    """Return all checkpoint folders at `path`, newest first. Raises UserError if there are none."""
     if not str(path):
         raise UserError("'': is no path; give a run folder or a step folder")
     path = Path(path)
@@ -219,9 +217,9 @@ def candidates(path: Path | str) -> list[Path]:
 
 
 def newest_whole(found: list[Path], damage_of: Callable[[Path], str | None], say: Say) -> Path:
-    """Take the first of `found` that `damage_of` finds nothing wrong with.
+    """Return the first of `found` for which `damage_of` returns None.
 
-    Raises UserError where there is none, with what is wrong with the first.
+    Raises UserError if there is none, with the damage of the first.
     """
     problems = []
     for folder in found:
@@ -244,11 +242,14 @@ def damage(
     share: slice = slice(None),
     reading: Callable[[Path], object] = lambda path: None,
 ) -> str | None:
-    """Describe what is wrong with a step folder; None if nothing.
+    """Return the damage of a checkpoint as text, or None.
 
-    One of many ranks reads its `share` of the files, and tells `reading` as
-    `cat_lm.core.files.checksums` does. Raises TemporaryError where a file cannot be read now, which
-    is no damage.
+    Args:
+        share: the files that this rank checks, as a slice of the marker's list.
+        reading: called while files are read, as by `cat_lm.core.files.checksums`.
+
+    Raises:
+        TemporaryError: a file cannot be read now, which is no damage.
     """
     try:
         files = dict(list(read_marker(folder).items())[share])
@@ -262,20 +263,20 @@ def damage(
         found = checksums([folder / name for name in files], ALGORITHM, reading)
     except OSError as error:
         path = Path(error.filename or folder)
-        return f"{path.relative_to(folder)}: {describe_lasting(path, error)}"
+        return f"{path.relative_to(folder)}: {describe_permanent_error(path, error)}"
     for name, file in files.items():
         if found[folder / name] != file.checksum:
             return f"{name}: its checksum differs from the one in {MARKER}"
     return None
 
 
-# Holds the name of the newest complete checkpoint, for people and other tools.
+# The file with the name of the newest complete checkpoint, for people and other tools.
 LATEST = "latest"
 _LEFTOVER = re.compile(r"\.step-\d{8,}\..+\.(?:saving|deleting)")
 
 
 def describe_left(folder: Path) -> str:
-    """Return which complete checkpoint a run can go on from."""
+    """Return a text that names the newest complete checkpoint, for error messages."""
     names = [path.name for path in complete_checkpoints(folder)]
     if not names:
         return f"newest complete one: none is in {folder}"
@@ -283,9 +284,9 @@ def describe_left(folder: Path) -> str:
 
 
 def clear_leftovers(folder: Path, say: Say, alone: bool) -> None:
-    """Remove the unfinished saves and prunes that killed processes left.
+    """Remove the temporary folders of saves and deletions that were killed.
 
-    Where it is not `alone` by a lock, only what an ended process of this host left goes.
+    Without the lock (`alone` is False), only those of ended processes of this host are removed.
     """
     for path in sorted(folder.iterdir()):
         if _LEFTOVER.fullmatch(path.name) and (alone or has_owner_ended(path)):
@@ -296,21 +297,22 @@ def clear_leftovers(folder: Path, say: Say, alone: bool) -> None:
 
 
 def set_aside_later(folder: Path, chosen: Path | None, say: Say) -> None:
-    """Rename what would stand in the way of a run that goes on from `chosen` (None: from nothing).
+    """Rename the checkpoint folders that a run resumed from `chosen` (or started) would overwrite.
 
-    These are the step folders after it, none of which is whole; all of them if it lies elsewhere.
+    These are the folders of later steps, none of which is complete; if `chosen` is None or in
+    another folder, they are all checkpoint folders.
     """
     is_own = chosen is not None and lies_in(chosen, folder)
     for path in step_folders(folder):
         if not is_own:
-            put_aside(path, "no checkpoint", say)
+            rename_aside(path, "no checkpoint", say)
         elif step_of(path) > step_of(chosen):
-            put_aside(path, f"not whole, and later than {chosen.name}", say)
+            rename_aside(path, f"not whole, and later than {chosen.name}", say)
             write_text(folder / LATEST, chosen.name + "\n")
 
 
-def put_aside(path: Path, why: str, say: Say) -> None:
-    """Rename a folder that stands in the way and is not to be deleted, and say so."""
+def rename_aside(path: Path, why: str, say: Say) -> None:
+    """Rename a folder to `NAME.aside` instead of deleting it, and log the reason."""
     names = (f"{path.name}.aside{f'-{number}' if number > 1 else ''}" for number in count(1))
     place = next(place for name in names if not os.path.lexists(place := path.with_name(name)))
     os.rename(path, place)
@@ -318,9 +320,9 @@ def put_aside(path: Path, why: str, say: Say) -> None:
 
 
 def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> None:
-    """Delete the complete checkpoints that the rule does not keep; never `current`."""
+    """Delete the complete checkpoints that the rule does not keep, except for `current`."""
     for path in _superfluous(folder, rule, current):
-        # Out of sight first: a half-deleted checkpoint must not be taken for a whole one.
+        # Rename it first, so that a half-deleted checkpoint is not mistaken for a complete one.
         doomed = temporary_name(path, "deleting")
         try:
             if others := files_below(path) - {*read_marker(path), MARKER}:
@@ -338,7 +340,7 @@ def prune(folder: Path, rule: CheckpointSection, current: Path, say: Say) -> Non
 
 
 def _superfluous(folder: Path, rule: CheckpointSection, current: Path) -> list[Path]:
-    # Those that stay in any case are not looked at: a checkpoint of many ranks has thousands of
+    # Checkpoints that are kept in any case are not examined: one of many ranks has thousands of
     # files, and all ranks wait.
     superfluous, newest = [], 0
     for path in reversed(step_folders(folder)):

@@ -1,15 +1,16 @@
-"""The optimizer's state as files that any number of ranks and any ZeRO stage can read.
+"""Store the optimizer's state in files that any number of ranks and any ZeRO stage can read.
 
-DeepSpeed keeps master weights and moments in flat tensors, laid out by stage and number of ranks;
-the files name the parameter and the elements instead:
+DeepSpeed keeps master weights and moments in flat tensors, whose layout depends on the stage and
+the number of ranks. The files name the parameter and its elements instead:
 
-    state/rank-00000.safetensors     KIND/NAME[START:STOP], fp32; of AdamW exp_avg and exp_avg_sq
-    model/model.safetensors          the master weights, whole, by the same names; and buffers
-    random-00000.pt                  the states of a rank's generators, which draw the dropout
+    state/rank-00000.safetensors     KIND/NAME[START:STOP], fp32; AdamW has exp_avg and exp_avg_sq
+    model/model.safetensors          the whole master weights by the same names, and buffers
+    random-00000.pt                  the states of a rank's random generators (dropout)
 
-The fragments of all ranks tile every parameter exactly once; reading checks it. Each rank writes
-what it holds, without any communication, and reads only the ranges that it will hold. Where every
-rank holds everything (stage 0), equal shares are written.
+A *fragment* is a range of a parameter's elements on one rank. The fragments of all ranks cover
+every element exactly once, which is checked on reading. Each rank writes its own fragments, without
+any communication, and reads only the ranges that it needs. At stage 0, where every rank has
+everything, the ranks write equal parts.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Kinds = tuple[str, ...]
 
 
 class Trained(Protocol):
-    """A model with its optimizer, as the `Engine` has them."""
+    """The attributes of the `Engine` that this module uses."""
 
     model: nn.Module
     optimizer: Any
@@ -56,36 +57,36 @@ class Trained(Protocol):
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, stop) of a flattened parameter, and where this rank's optimizer has them."""
+    """Elements [start, stop) of a flattened parameter, and their place in this rank's optimizer."""
 
     name: str
     start: int
     stop: int
-    stepped: torch.Tensor  # the fp32 tensor that the optimizer steps: masters of many parameters
-    offset: int  # of element `start` in it
+    stepped: torch.Tensor  # the fp32 tensor that the optimizer steps, with many parameters
+    offset: int  # the index of element `start` in `stepped`
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This fragment's elements of `stepped` or of a moment of it, as a flat view."""
+        """Return this fragment's elements of `stepped` or of one of its moments, a flat view."""
         return tensor.detach().view(-1)[self.offset : self.offset + self.stop - self.start]
 
     def part(self, start: int, stop: int) -> Fragment:
-        """The elements that are also in [start, stop); may be none."""
+        """Return the fragment of the elements that are also in [start, stop); it may be empty."""
         start = max(start, self.start)
         stop = max(start, min(stop, self.stop))
         return Fragment(self.name, start, stop, self.stepped, self.offset + start - self.start)
 
 
 def shapes(engine: Trained) -> dict[str, torch.Size]:
-    """The whole parameters' shapes by name; ZeRO-3 leaves an empty tensor in their place."""
+    """Return the full shapes of parameters by name; ZeRO-3 replaces parameters by empty tensors."""
     named = engine.model.named_parameters()
     return {name: getattr(parameter, "ds_shape", parameter.shape) for name, parameter in named}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that belong to the model's state, which is saved.
+    """Return the persistent buffers of a model by name, which are saved.
 
-    Models of this project have none; a plugin's may: drawn features, a codebook, statistics. One
-    that changes in training must change alike on all ranks, which sums over them do.
+    Models of this project have none; a plugin's may have random features, a codebook, statistics.
+    A buffer that changes in training must change equally on all ranks.
     """
     saved = model.state_dict().keys()
     named = model.named_buffers(remove_duplicate=False)
@@ -93,30 +94,30 @@ def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def fragments(engine: Trained) -> list[Fragment]:
-    """Return the fragments of this rank's optimizer, in the order of the model's parameters."""
+    """Return the non-empty fragments of this rank, in the order of the model's parameters."""
     stage = engine.config.train.zero_stage
-    find = _whole if stage == 0 else _partition if stage == 3 else _linked
+    find = _zero0_fragment if stage == 0 else _zero3_fragment if stage == 3 else _zero2_fragment
     found = (find(engine, name, p) for name, p in engine.model.named_parameters())
     return [fragment for fragment in found if fragment and fragment.start < fragment.stop]
 
 
-def _whole(engine: Trained, name: str, parameter: nn.Parameter) -> Fragment:
+def _zero0_fragment(engine: Trained, name: str, parameter: nn.Parameter) -> Fragment:
     return Fragment(name, 0, parameter.numel(), parameter, 0)
 
 
-def _linked(engine: Trained, name: str, parameter: nn.Parameter) -> Fragment | None:
-    """ZeRO-1 and 2: DeepSpeed links a parameter to its piece of this rank's flat masters."""
+def _zero2_fragment(engine: Trained, name: str, parameter: nn.Parameter) -> Fragment | None:
+    """Return a parameter's fragment in this rank's flat master weights, for ZeRO-1 and 2."""
     link = parameter._hp_mapping
     if link is None:
-        return None  # wholly on other ranks
+        return None  # All of it is on other ranks.
     (stepped,) = engine.optimizer.param_groups[link.param_group_index]["params"]
     address = link.lp_fragment_address
     stop = address.start + address.numel
     return Fragment(name, address.start, stop, stepped, link.hp_fragment_address.start)
 
 
-def _partition(engine: Trained, name: str, parameter: nn.Parameter) -> Fragment:
-    """ZeRO-3: every parameter is cut into equal partitions, the last of them padded."""
+def _zero3_fragment(engine: Trained, name: str, parameter: nn.Parameter) -> Fragment:
+    """Return a parameter's fragment at ZeRO-3, which cuts parameters into equal partitions."""
     optimizer = engine.optimizer
     group, offset, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = min(engine.ranks.rank * size, parameter.ds_numel)
@@ -125,9 +126,9 @@ def _partition(engine: Trained, name: str, parameter: nn.Parameter) -> Fragment:
 
 
 def stepped_tensors(engine: Trained) -> list[tuple[torch.Tensor, Kinds]]:
-    """Return the tensors that the optimizer has states of, and the kinds of these.
+    """Return the tensors that the optimizer steps, each with the kinds of its states.
 
-    Between steps ZeRO-3 hides the tensors from the optimizer, and has all of one kind.
+    ZeRO-3 hides these tensors from the optimizer between steps; all have the same kinds there.
     """
     groups = engine.optimizer.param_groups
     if engine.config.train.zero_stage == 3:
@@ -137,13 +138,13 @@ def stepped_tensors(engine: Trained) -> list[tuple[torch.Tensor, Kinds]]:
 
 
 def state_kinds(engine: Trained) -> dict[str, Kinds]:
-    """Return the kinds of state of every parameter by its name."""
+    """Return the kinds of optimizer state of every parameter by name."""
     groups = engine.optimizer.param_groups
     return {name: group["kinds"] for group in groups for name in group["names"]}
 
 
-def share(engine: Trained) -> list[Fragment]:
-    """The fragments that this rank writes, so that every element is written once."""
+def fragments_to_write(engine: Trained) -> list[Fragment]:
+    """Return the fragments that this rank writes, so that every element is written once."""
     held, ranks = fragments(engine), engine.ranks
     if engine.config.train.zero_stage > 0:
         return held
@@ -157,10 +158,10 @@ def share(engine: Trained) -> list[Fragment]:
 
 
 def full_precision_weights(engine: Trained) -> dict[str, torch.Tensor]:
-    """Gather the fp32 master weights and persistent buffers by their names (a collective).
+    """Return the fp32 master weights and persistent buffers by name, on rank 0 (a collective).
 
-    Whole on the CPU of the first rank, 4 bytes a parameter; other ranks get an empty dictionary and
-    hold one parameter at a time.
+    They are on the CPU, 4 bytes per parameter. Other ranks return {}, and need memory for one
+    parameter at a time.
     """
     held = {fragment.name: fragment for fragment in fragments(engine)}
     parts = {name: (fragment, fragment.of(fragment.stepped)) for name, fragment in held.items()}
@@ -175,11 +176,11 @@ def full_precision_weights(engine: Trained) -> dict[str, torch.Tensor]:
 def gather_whole(
     engine: Trained, parts: Mapping[str, tuple[Fragment, torch.Tensor]], alone: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Join the ranks' parts of one fp32 tensor for each parameter on the first rank (a collective).
+    """Return one fp32 tensor per parameter, joined from all ranks' parts, on rank 0 (a collective).
 
     Args:
-        parts: name -> the fragment that this rank has, and its elements.
-        alone: the first rank has all of them.
+        parts: name -> this rank's fragment, and its elements.
+        alone: whether rank 0 already has all elements.
     """
     alone = alone or engine.ranks.world_size == 1
     joined = {}
@@ -191,7 +192,7 @@ def gather_whole(
             fragment, elements = parts[name]
             whole[fragment.start : fragment.stop] = elements
         if not alone:
-            # Of all ranks one adds other bits than zeros. As integers, or -0.0 would become 0.0.
+            # Only one rank has other bits than zeros. Sum as integers, which keeps -0.0.
             torch.distributed.reduce(whole.view(torch.int32), dst=0)
         if engine.ranks.is_first:
             joined[name] = whole.view(shape).cpu()
@@ -199,9 +200,9 @@ def gather_whole(
 
 
 def fill_weights(engine: Trained, weights: Mapping[str, torch.Tensor] | None) -> None:
-    """Copy the first rank's fp32 weights into the master weights (a collective).
+    """Copy rank 0's fp32 weights into the master weights of all ranks (a collective).
 
-    Other ranks give None, and hold one parameter at a time.
+    Other ranks pass None, and need memory for one parameter at a time.
     """
     held = {fragment.name: fragment for fragment in fragments(engine)}
     for name, shape in shapes(engine).items():
@@ -217,9 +218,9 @@ def fill_weights(engine: Trained, weights: Mapping[str, torch.Tensor] | None) ->
 
 
 def optimizer_step(engine: Trained) -> int:
-    """Return how many steps the optimizer has taken, which its bias correction depends on.
+    """Return the optimizer's number of steps, on which its bias correction depends.
 
-    It is the same number for all parameters: each has a gradient in every step.
+    It is the same for all parameters, because each has a gradient in every step.
     """
     states = (engine.optimizer.state.get(tensor) for tensor, _ in stepped_tensors(engine))
     steps = {int(state["step"]) for state in states if state}
@@ -237,12 +238,12 @@ def _key(kind: str, name: str, start: int, stop: int) -> str:
 
 
 def write_state(engine: Trained, folder: Path) -> dict[str, torch.Tensor]:
-    """Write this rank's fragments of the moments, and return them as the file must hold them."""
+    """Write this rank's fragments of the moments, and return the tensors of the file by key."""
     ranks, tensors, kinds = engine.ranks, {}, state_kinds(engine)
-    for fragment in share(engine):
+    for fragment in fragments_to_write(engine):
         state = engine.optimizer.state.get(fragment.stepped)
         for kind in kinds[fragment.name]:
-            # Before its first step the optimizer has no moments; they would begin with zeros.
+            # Before its first step the optimizer has no moments, which would start as zeros.
             moment = state[kind] if state else torch.zeros_like(fragment.stepped)
             key = _key(kind, fragment.name, fragment.start, fragment.stop)
             tensors[key] = fragment.of(moment).cpu()
@@ -253,13 +254,13 @@ def write_state(engine: Trained, folder: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def not_finite(engine: Trained) -> list[str]:
-    """Name what this rank holds of weights, moments and buffers that is not finite, at most ten.
+def find_nonfinite(engine: Trained) -> list[str]:
+    """Return the names of up to ten weights, moments and buffers that are not finite.
 
-    Every element is looked at on the rank that would write it.
+    Every element is checked on the rank that would write it.
     """
     found, kinds = [], state_kinds(engine)
-    for fragment in share(engine):
+    for fragment in fragments_to_write(engine):
         parts = {"weights": fragment.of(fragment.stepped)}
         if state := engine.optimizer.state.get(fragment.stepped):
             parts |= {kind: fragment.of(state[kind]) for kind in kinds[fragment.name]}
@@ -272,12 +273,12 @@ def not_finite(engine: Trained) -> list[str]:
 
 
 def check_stored(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Compare a safetensors file with memory, bit for bit. Raises OSError where it differs."""
+    """Compare a safetensors file with tensors bit for bit. Raises OSError if it differs."""
 
     def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.reshape(-1).view(torch.uint8)
 
-    with opened(path) as stored:
+    with open_safetensors(path) as stored:
         wrong = set(stored.keys()) ^ tensors.keys()
         for name in tensors.keys() - wrong:
             found, wanted = stored.get_tensor(name), tensors[name]
@@ -289,30 +290,30 @@ def check_stored(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    # A sum is ten times as fast. One that is finite had no other terms; one that is not may only
-    # have been too large.
+    # A sum is ten times as fast to compute. If it is finite, all elements are; if not, it may just
+    # have overflowed.
     return bool(tensor.sum().isfinite()) or bool(tensor.isfinite().all())
 
 
-# (start, stop, rank of the file)
+# A stored range of elements: start, stop, rank in the file's name.
 Range = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class StateIndex:
-    """Hold what the headers of a checkpoint's state files say."""
+    """The content of a checkpoint's state files, as their headers list it."""
 
-    step: int  # of the optimizer
-    # (moment, parameter) to its ranges in ascending order
+    step: int  # the optimizer's number of steps
+    # (kind of state, parameter) -> its ranges in ascending order
     ranges: dict[tuple[str, str], list[Range]]
 
 
 def read_index(folder: Path, world_size: int, engine: Trained) -> StateIndex:
-    """Read the headers of the state files that `world_size` ranks wrote.
+    """Return the index of the state files that `world_size` ranks wrote, from their headers.
 
     Raises:
-        UserError: a file is missing, damaged or of another save, or the files do not hold every
-            element of every parameter of the model exactly once.
+        UserError: a file is missing, damaged or of another save, or an element of the model's
+            parameters is stored never or twice.
     """
     sizes = {name: shape.numel() for name, shape in shapes(engine).items()}
     found = {path.name for path in folder.glob("*.safetensors")}
@@ -325,7 +326,7 @@ def read_index(folder: Path, world_size: int, engine: Trained) -> StateIndex:
     }
     steps = set()
     for rank in range(world_size):
-        with opened(folder / state_file(rank)) as stored:
+        with open_safetensors(folder / state_file(rank)) as stored:
             steps.add(int((stored.metadata() or {}).get("step", -1)))
             for key in stored.keys():  # noqa: SIM118 (not a dictionary)
                 match = _KEY.fullmatch(key)
@@ -347,8 +348,8 @@ def read_index(folder: Path, world_size: int, engine: Trained) -> StateIndex:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[safe_open]:
-    """Open a safetensors file; raise UserError for damage, temporary where it may be read later."""
+def open_safetensors(path: Path) -> Iterator[safe_open]:
+    """Open a safetensors file. Raises UserError for damage, TemporaryError for transient errors."""
     try:
         with safe_open(path, framework="pt") as stored:
             yield stored
@@ -371,18 +372,20 @@ def _check_tiling(what: str, parts: list[Range], size: int) -> None:
 
 
 def read_state(engine: Trained, index: StateIndex, state: Path, weights: Path) -> None:
-    """Fill this rank's optimizer: master weights, moments and number of steps.
+    """Restore this rank's master weights, moments, number of steps, and all persistent buffers.
 
-    Reads only the ranges that this rank holds, one at a time, from the folder `state`, which
-    `index` describes, and from the file of whole weights, which `check_weights` has seen; and all
-    buffers that are stored. `refresh_model` must follow.
+    Only the ranges of this rank are read, one at a time. `refresh_model` must follow.
+
+    Args:
+        index: the index of the folder `state`.
+        weights: the file of whole weights, which `check_weights` has checked.
     """
     for tensor, kinds in stepped_tensors(engine):
         moments = engine.optimizer.state[tensor]
         for kind in kinds:
             if kind not in moments:
                 moments[kind] = torch.zeros_like(tensor, requires_grad=False)
-        # As the fused AdamW makes it: on the parameter's device, in fp32.
+        # The fused AdamW needs an fp32 tensor on the parameter's device.
         moments["step"] = torch.tensor(float(index.step), device=tensor.device)
     held = fragments(engine)
     _read_weights(engine, held, weights)
@@ -390,13 +393,13 @@ def read_state(engine: Trained, index: StateIndex, state: Path, weights: Path) -
 
 
 def check_weights(engine: Trained, path: Path) -> None:
-    """Compare the header of the whole master weights and the buffers with the model.
+    """Compare the names and shapes in the file of whole weights and buffers with the model.
 
-    Raises UserError where one is missing or of another shape.
+    Raises UserError if one is missing or has another shape.
     """
     expected = {name: list(shape) for name, shape in shapes(engine).items()}
     expected |= {n: list(b.shape) for n, b in persistent_buffers(engine.model).items()}
-    with opened(path) as stored:
+    with open_safetensors(path) as stored:
         found = {name: stored.get_slice(name).get_shape() for name in stored.keys()}  # noqa: SIM118
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
@@ -408,9 +411,9 @@ def check_weights(engine: Trained, path: Path) -> None:
 
 def _read_weights(engine: Trained, held: list[Fragment], path: Path) -> None:
     expected = shapes(engine)
-    with opened(path) as stored:
+    with open_safetensors(path) as stored:
         for fragment in held:
-            # Slices are of whole rows; those that contain the elements.
+            # safetensors reads whole rows: read those that contain the elements.
             row = math.prod(expected[fragment.name][1:])
             first, end = fragment.start // row, -(-fragment.stop // row)
             read = stored.get_slice(fragment.name)[first:end].reshape(-1)
@@ -425,12 +428,12 @@ def _read_moments(engine: Trained, held: list[Fragment], index: StateIndex, fold
     kinds = state_kinds(engine)
     for fragment in held:
         for kind in kinds[fragment.name]:
-            # A reset state has no ranges, and stays zero.
+            # A state that is reset has no ranges, and stays zero.
             for start, stop, rank in index.ranges.get((kind, fragment.name), ()):
                 if start < fragment.stop and fragment.start < stop:
                     by_file.setdefault(rank, []).append((kind, fragment, start, stop))
     for rank, parts in by_file.items():
-        with opened(folder / state_file(rank)) as stored:
+        with open_safetensors(folder / state_file(rank)) as stored:
             for kind, fragment, start, stop in parts:
                 wanted = fragment.part(start, stop)
                 key = _key(kind, fragment.name, start, stop)
@@ -440,9 +443,9 @@ def _read_moments(engine: Trained, held: list[Fragment], index: StateIndex, fold
 
 @torch.no_grad()
 def refresh_model(engine: Trained, step: int, skipped: int) -> None:
-    """Make the working parameters what the master weights say (a collective).
+    """Copy the master weights into the parameters that the model computes with (a collective).
 
-    Also sets DeepSpeed's own counters, which only its log and profilers read.
+    DeepSpeed's counters are set as well; only its log and profilers read them.
     """
     stage, optimizer = engine.config.train.zero_stage, engine.optimizer
     if stage in (1, 2):
@@ -451,14 +454,14 @@ def refresh_model(engine: Trained, step: int, skipped: int) -> None:
         optimizer.checkpoint_event_prologue()
         for group in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(group)
-        # Small parameters are kept whole on every rank, so they are gathered again.
+        # Gather small parameters again, which ZeRO-3 keeps whole on every rank.
         optimizer.checkpoint_event_epilogue()
     engine.deepspeed.global_steps, engine.deepspeed.skipped_steps = step, skipped
     engine.deepspeed.global_samples = step * engine.deepspeed.train_batch_size()
 
 
 def save_random_states(path: Path) -> None:
-    """Write the states. Raises OSError where they could not be written."""
+    """Write the states of this rank's random generators. Raises OSError."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -469,9 +472,9 @@ def save_random_states(path: Path) -> None:
 
 
 def restore_random_states(path: Path) -> None:
-    """Continue the generators bit for bit; one of a device that was not there is left alone.
+    """Restore the random generators; that of a device without a stored state is not changed.
 
-    Raises UserError where the file holds no states of this machine's generators.
+    Raises UserError if the file has no states of this machine's generators.
     """
     content = io.BytesIO(read_bytes(path))
     try:
@@ -479,17 +482,17 @@ def restore_random_states(path: Path) -> None:
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
-    except Exception as error:  # whatever a damaged archive makes of its reader
+    except Exception as error:  # A damaged file may raise anything.
         raise UserError(
             f"{path}: cannot be read as states of generators ({type(error).__name__})"
         ) from None
 
 
 def seed_of(seed: int, step: int, rank: int, world_size: int) -> int:
-    """Return the seed of a rank whose generators have no past: 63 bits.
+    """Return the 63-bit seed of a rank's generators after the number of ranks has changed.
 
-    The first 8 bytes of SHA-256 over the decimal numbers `seed step rank world_size`, little
-    endian, without the highest bit.
+    It is the first 8 bytes, little endian and without the highest bit, of the SHA-256 of the text
+    `seed step rank world_size` in decimal.
     """
     digest = hashlib.sha256(f"{seed} {step} {rank} {world_size}".encode()).digest()
     return int.from_bytes(digest[:8], "little") & (2**63 - 1)

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which to go on from, saving, pruning and restoring them."""
+"""The checkpoints of one run: choosing one to resume, saving, deleting and restoring them."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ CallbackStates = Mapping[str, CallbackState]
 
 
 class Checkpoints:
-    """Saves, prunes and restores the checkpoints of one run.
+    """Save, delete and restore the checkpoints of one run.
 
     Args:
-        say: takes the lines for the run's log.
-        progress: called with what was done, each time that some of a long action is.
+        say: called with lines for the run's log.
+        progress: called with a text whenever a part of a long action is done.
     """
 
     def __init__(
@@ -74,11 +74,11 @@ class Checkpoints:
         self.folder = run_folder / "checkpoints"
         self.config, self.ranks = config, ranks
         self._say, self._progress = say, progress
-        self._current: Path | None = None  # saved or loaded last by this process
-        self._lock = ranks.on_rank_zero(self._open)
+        self._current: Path | None = None  # the last one that this process saved or loaded
+        self._lock = ranks.on_rank_zero(self._make_and_lock)
 
-    def _open(self) -> Lock:
-        """Make the folder, for this process alone: the lock ends with it, however it ends."""
+    def _make_and_lock(self) -> Lock:
+        """Make the folder and lock it; the lock ends with this process in any case."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             lock = take_lock(self.folder / ".lock", wait=False)
@@ -86,7 +86,7 @@ class Checkpoints:
             raise UserError(
                 f"train.output_dir={self.config.train.output_dir}: another process trains in it"
             ) from None
-        # Some cluster file systems have no locks; a run there must start all the same.
+        # Some cluster file systems have no locks, and a run must start there nevertheless.
         if lock.error:
             self._say(
                 f"warning: {self.folder}: no locks here ({describe_os_error(lock.error)}): nothing "
@@ -100,14 +100,14 @@ class Checkpoints:
 
     @property
     def newest_step(self) -> int | None:
-        """The step of the checkpoint that this process saved or loaded last."""
+        """Return the step of the checkpoint that this process saved or loaded last, or None."""
         return None if self._current is None else files.step_of(self._current)
 
     @property
     def recorded_step(self) -> int:
-        """The step up to which the folder's records are this run's past.
+        """Return the step up to which the records in the run's folder belong to this run.
 
-        0 where it begins with nothing, or with a checkpoint of another folder.
+        It is 0 if the run starts from scratch, or from a checkpoint in another folder.
         """
         is_own = self._current is not None and files.lies_in(self._current, self.folder)
         return files.step_of(self._current) if is_own else 0
@@ -115,14 +115,14 @@ class Checkpoints:
     def describe_left(self) -> str:
         return files.describe_left(self.folder)
 
-    def to_resume(self) -> Path | None:
-        """Choose the checkpoint that `train.resume` asks for (a collective).
+    def find_checkpoint_to_resume(self) -> Path | None:
+        """Return the checkpoint that `train.resume` asks for, or None (a collective).
 
-        The newest whole one, of which all files are compared with the marker, each rank its share:
-        each newer one has a line that says what is wrong with it. Raises UserError where none is
-        whole, or the run's folder has checkpoints that a start from there would mix with its own.
+        It is the newest undamaged one. The ranks together compare all its files with the marker;
+        the log gets a line for each newer one that is damaged. Raises UserError if all are damaged,
+        or if the run's folder has checkpoints of another run with which new ones would be mixed.
         """
-        found = self.ranks.broadcast(self.ranks.on_rank_zero(self._candidates))
+        found = self.ranks.broadcast(self.ranks.on_rank_zero(self._find_candidates))
         start = None
         if found:
             try:
@@ -137,7 +137,7 @@ class Checkpoints:
             self.ranks.on_rank_zero(lambda: files.set_aside_later(self.folder, None, self._say))
         return start
 
-    def _candidates(self) -> list[Path]:
+    def _find_candidates(self) -> list[Path]:
         has_lock = self._lock is not None and self._lock.error is None
         files.clear_leftovers(self.folder, self._say, alone=has_lock)
         wish = self.config.train.resume
@@ -146,7 +146,7 @@ class Checkpoints:
         return files.step_folders(self.folder)[::-1] if wish == "auto" else files.candidates(wish)
 
     def _damage(self, folder: Path) -> str | None:
-        """Describe what is wrong with a checkpoint, the same on all ranks; None if nothing."""
+        """Return the damage of a checkpoint as text, equal on all ranks, or None (a collective)."""
         ranks = self.ranks
         share = slice(ranks.rank, None, ranks.world_size)
 
@@ -157,14 +157,16 @@ class Checkpoints:
         return next((problem for problem in problems if problem is not None), None)
 
     def _check_mixture(self, start: Path | None) -> None:
-        """Refuse a start that would mix its checkpoints with those of the run's folder.
+        """Raise UserError if new checkpoints would be mixed with those in the run's folder.
 
-        Only the newest of the folder's own can be gone on from; what lies elsewhere, of whatever
-        step, is another run's past, whose pruning and records must not be taken for this one's.
+        If the folder has checkpoints, only its newest one can be resumed. A checkpoint in another
+        folder belongs to another run, whose checkpoints and records are not this run's.
         """
         if self.config.train.resume == "auto":
             return
-        own = next((path for path in files.step_folders(self.folder)[::-1] if _is_ours(path)), None)
+        own = next(
+            (path for path in files.step_folders(self.folder)[::-1] if _has_marker(path)), None
+        )
         if own is None:
             return
         is_own = start is not None and files.lies_in(start, self.folder)
@@ -176,10 +178,11 @@ class Checkpoints:
             )
 
     def load(self, folder: Path, engine: Engine, fingerprint: str) -> Restored:
-        """Restore model, optimizer and generators (a collective), and set later ones aside.
+        """Restore model, optimizer and generators from a checkpoint (a collective).
 
-        Raises UserError, on every rank, where the folder, which `to_resume` chose, belongs to other
-        data, another model or batch, or is damaged.
+        `folder` is the result of `find_checkpoint_to_resume`; later checkpoint folders, which are
+        incomplete, are renamed. Raises UserError on every rank if the checkpoint belongs to other
+        data, another model or another batch size, or is damaged.
         """
         restored = restore(engine, folder, fingerprint)
         self.ranks.on_rank_zero(lambda: files.set_aside_later(self.folder, folder, self._say))
@@ -195,19 +198,23 @@ class Checkpoints:
         prune: bool = True,
         callbacks: Callable[[], CallbackStates] = dict,
     ) -> Path:
-        """Save the state after `state["step"]` steps, and `prune` old checkpoints (a collective).
+        """Save a checkpoint and delete old ones; return its folder (a collective).
 
-        `callbacks` returns the states of callbacks, by name.
+        Args:
+            state: values of state.json, with the number of steps in `step`.
+            tokenizer: the folder of the tokenizer, which is copied.
+            prune: whether to delete old checkpoints.
+            callbacks: returns the states of callbacks by name.
 
         Raises:
             SharedError: it could not be written, or weights or moments are not finite; older
-                checkpoints are untouched.
-            RuntimeError: a collective failed, most likely because another rank has ended.
+                checkpoints are unchanged.
+            RuntimeError: a collective failed, probably because another rank has ended.
         """
         final = self.folder / f"step-{state['step']:08d}"
         if final == self._current:
             return final
-        if names := sorted(set().union(*self.ranks.gather(optimizer_state.not_finite(engine)))):
+        if names := sorted(set().union(*self.ranks.gather(optimizer_state.find_nonfinite(engine)))):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise SharedError(
                 f"step {state['step']}: {', '.join(names[:3])}{more}: not finite; no checkpoint is "
@@ -234,11 +241,11 @@ class Checkpoints:
         callbacks: Callable[[], CallbackStates],
     ) -> None:
         ranks, progress = self.ranks, self._progress
-        # Of the first rank, so that no other run, where there are no locks, has the same folder.
+        # The name has rank 0's process id, so that other runs, without locks, use other folders.
         temporary = ranks.broadcast(temporary_name(final, "saving"))
         new = temporary / final.name
         try:
-            ranks.on_rank_zero(lambda: prepare(new))
+            ranks.on_rank_zero(lambda: make_empty_folder(new))
             weights = optimizer_state.full_precision_weights(engine)
             states = callbacks()
             progress("gathering the weights")
@@ -246,7 +253,7 @@ class Checkpoints:
                 lambda: write_own_files(new, engine, weights, state, tokenizer, states, progress)
             )
             written = {name: file for part in ranks.gather(own) for name, file in part.items()}
-            ranks.on_rank_zero(lambda: publish(new, final, written, engine, self._say))
+            ranks.on_rank_zero(lambda: mark_complete(new, final, written, engine, self._say))
         except UserError:
             if ranks.is_first:
                 with contextlib.suppress(UserError, OSError):
@@ -254,7 +261,7 @@ class Checkpoints:
             raise
 
 
-def _is_ours(folder: Path) -> bool:
+def _has_marker(folder: Path) -> bool:
     try:
         files.read_marker(folder)
     except TemporaryError:
@@ -268,8 +275,8 @@ def random_file(rank: int) -> str:
     return f"random-{rank:05d}.pt"
 
 
-def prepare(new: Path) -> None:
-    """Make the folder that a checkpoint is written to, in place of what a failed save left."""
+def make_empty_folder(new: Path) -> None:
+    """Make an empty folder to write a checkpoint to, and remove the files of a failed save."""
     make_temporary(new.parent)
     empty_temporary(new.parent)
     for name in ("model", "state"):
@@ -285,10 +292,10 @@ def write_own_files(
     callback_states: CallbackStates,
     progress: Callable[[str], object],
 ) -> dict[str, StoredFile]:
-    """Write, flush and check this rank's files; the first rank's are also those of the whole.
+    """Write, flush and check this rank's files; rank 0 also writes those of the whole model.
 
-    Returns each file's size and checksum, by its name in the folder; raises OSError where one does
-    not hold what it must.
+    Return the size and checksum of each file by its relative path. Raises OSError if a file's
+    content is wrong.
     """
     ranks = engine.ranks
     moments = optimizer_state.write_state(engine, new / "state")
@@ -318,7 +325,7 @@ def write_own_files(
                 own.append((path, {}))
     written = {}
     with ThreadPoolExecutor(4) as pool:
-        checksums = pool.map(flush, [path for path, _ in own])
+        checksums = pool.map(flush_and_hash, [path for path, _ in own])
         for (path, tensors), checksum_ in zip(own, checksums, strict=True):
             if tensors:
                 optimizer_state.check_stored(path, tensors)
@@ -328,22 +335,23 @@ def write_own_files(
     return written
 
 
-def flush(path: Path) -> str:
-    """Wait until a file is on the disk, and return its checksum."""
+def flush_and_hash(path: Path) -> str:
+    """Flush a file to disk, and return its checksum."""
     give_usual_mode(path)
     with open(path, "rb") as stream:
         os.fsync(stream.fileno())
     return checksum(path, files.ALGORITHM)
 
 
-def publish(
+def mark_complete(
     new: Path, final: Path, written: Mapping[str, StoredFile], engine: Engine, say: Say
 ) -> None:
-    """Mark what all ranks have written as complete, and give it its name.
+    """Write the completion marker for the files of all ranks, and rename the folder into place.
 
-    Raises UserError or OSError where a rank's file is not what it wrote, as this one sees it.
+    Raises UserError or OSError if this rank sees another rank's file differently than it was
+    written.
     """
-    # What cannot be read must never be marked as complete.
+    # A checkpoint that cannot be read must never be marked as complete.
     optimizer_state.read_index(new / "state", engine.ranks.world_size, engine)
     for name, file in written.items():
         if (new / name).stat().st_size != file.bytes:
@@ -352,7 +360,7 @@ def publish(
         sync_directory(folder)
     files.write_marker(new, written)
     if os.path.lexists(final):
-        files.put_aside(final, "of this step, but no part of this run's past", say)
+        files.rename_aside(final, "of this step, but no part of this run's past", say)
     os.rename(new, final)
     sync_directory(final.parent)
     write_text(final.parent / files.LATEST, final.name + "\n")
@@ -362,29 +370,29 @@ def publish(
         say(f"{error}; it stays")
 
 
-# A run that changes one of these is another run. Others (rates, lengths, micro-batches) may change
-# on resuming; the log then says which.
+# A run with another value of one of these keys is another run. Other keys (learning rates, lengths,
+# micro-batches) may change on resuming; the log then lists them.
 _FIXED_KEYS = ("model.", "data.context_length", "data.mask_documents", "data.packing")
 _FIXED_KEYS += ("train.seed", "train.global_batch_size", "train.precision")
-# The result does not depend on it, so the same run may go on with another one.
+# Results do not depend on these keys, so that they may change on resuming.
 _FREE_KEYS = ("model.attn_implementation",)
 
 
 @dataclass(frozen=True)
 class Restored:
-    """The place where a run goes on, and what of its settings is new, as lines for the log."""
+    """The checkpoint that was restored, and the changed settings as lines for the log."""
 
     folder: Path
     state: files.RunState
     changed: list[str]
-    is_reset: bool = False  # The optimizer is another one and begins with an empty state.
+    is_reset: bool = False  # True if another optimizer starts with an empty state
 
 
 def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprint: str) -> Restored:
-    """Read what a checkpoint says of itself.
+    """Read a checkpoint's state and configuration, and check that this run can resume it.
 
-    Raises UserError where it belongs to other data, another model or batch, or to a run in which
-    other weights learn.
+    Raises UserError if it belongs to other data, another model or batch size, or to a run that
+    trains other weights.
     """
     state = files.read_run_state(folder)
     if state.step != files.step_of(folder):
@@ -407,7 +415,7 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
     if fixed:
         raise UserError(f"{folder}: was trained with another {', '.join(fixed)}")
     was, now = before.objective, config.objective
-    if was.trains_all != now.trains_all:  # Moments would move weights that must stay, or not.
+    if was.trains_all != now.trains_all:  # Old moments would move weights that are frozen now.
         alone = now if was.trains_all else was
         raise UserError(
             f"{folder}: was trained with {was.said}, and is to go on with {now.said}, where "
@@ -434,12 +442,12 @@ def read_compatible(folder: Path, config: RunConfig, world_size: int, fingerprin
 
 
 def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
-    """Fill model, optimizer and generators (a collective); raises as `Checkpoints.load`."""
+    """Restore model, optimizer and generators (a collective); raises as `Checkpoints.load` does."""
     ranks, config = engine.ranks, engine.config
 
     def look() -> tuple[Restored, optimizer_state.StateIndex]:
         restored = read_compatible(folder, config, ranks.world_size, fingerprint)
-        # Before the moments, which lie flat and could not say what shape is stored.
+        # Check shapes by the weights, because moments are stored flat.
         optimizer_state.check_weights(engine, folder / files.WEIGHTS)
         if restored.is_reset:
             return restored, optimizer_state.StateIndex(0, {})
@@ -447,7 +455,7 @@ def restore(engine: Engine, folder: Path, fingerprint: str) -> Restored:
             folder / "state", restored.state.world_size, engine
         )
 
-    # The first rank alone reads what is the same for all, which many nodes would read slowly.
+    # Only rank 0 reads what is equal for all; reads by many nodes would be slow.
     found, index = ranks.broadcast(ranks.on_rank_zero(look))
     ranks.on_all_ranks(
         lambda: optimizer_state.read_state(engine, index, folder / "state", folder / files.WEIGHTS)

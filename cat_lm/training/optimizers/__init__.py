@@ -1,1 +1,1 @@
-"""Optimizers of this project, a file each: see `cat_lm.optimizers`."""
+"""Optimizers of this project, one per file: see `cat_lm.optimizers`."""

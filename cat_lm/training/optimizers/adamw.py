@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, 1711.05101): torch's, fused, which skips steps on the device."""
+"""AdamW (Loshchilov and Hutter, arXiv:1711.05101): torch's fused one, which can skip steps."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 KINDS = ("exp_avg", "exp_avg_sq")
 
 
-def settings(section: OptimizerSection) -> dict[str, Any]:
-    """Return the arguments of torch's AdamW that follow from the configuration."""
+def adamw_arguments(section: OptimizerSection) -> dict[str, Any]:
+    """Return the arguments of torch's AdamW for a configuration."""
     return {"lr": section.lr, "betas": section.betas, "eps": section.eps, "fused": True}
 
 
 class AdamW(OptimizerKind):
-    """AdamW of all parameters."""
+    """AdamW for all parameters."""
 
     name = "adamw"
 
@@ -31,7 +31,7 @@ class AdamW(OptimizerKind):
     def build(self, groups: list[dict], section: OptimizerSection, options: Any) -> Optimizer:
         import torch
 
-        return torch.optim.AdamW(groups, **settings(section))
+        return torch.optim.AdamW(groups, **adamw_arguments(section))
 
 
 ENTRY = AdamW()

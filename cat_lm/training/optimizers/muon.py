@@ -23,13 +23,13 @@ class Options:
     """The keys of `optimizer:` that Muon reads."""
 
     momentum: float = 0.95
-    muon_lr: float | None = None  # Of the matrices; with None, optimizer.lr.
+    muon_lr: float | None = None  # peak learning rate of the matrices; None: optimizer.lr
     ns_steps: int = 5
     scale: str = "match_rms_adamw"
 
 
 class Muon(OptimizerKind):
-    """Muon, with AdamW for what is no matrix of a layer."""
+    """Muon for the matrices of the layers, and AdamW for all other parameters."""
 
     name = "muon"
     Options = Options
@@ -54,7 +54,7 @@ class Muon(OptimizerKind):
         from cat_lm.training.muon import MuonWithAdamW
 
         own = {key: getattr(options, key) for key in ("momentum", "ns_steps", "scale")}
-        return MuonWithAdamW(groups, **own, **adamw.settings(section))
+        return MuonWithAdamW(groups, **own, **adamw.adamw_arguments(section))
 
     def attach(self, optimizer: MuonWithAdamW, engine: Trained) -> None:
         from cat_lm.training.muon import attach

@@ -1,9 +1,9 @@
-"""Checks of every rank before step 0, so that all that is wrong is known at once, per host.
+"""Checks on every rank before step 0, which report all problems together, with their hosts.
 
-`check` comes before the model is built: versions, configuration, data, folder, disk, memory, batch,
-and whether the shards are what their manifest says. `dry_run_batch` comes after: one micro-batch of
-the largest shape. Both are collectives. A rank collects its `facts` and compares them with rank 0's
-and with what the run needs; all ranks raise one error.
+`check` runs before the model is built: versions, configuration, data, folder, disk, memory, batch
+size, and the checksums of the shards. `dry_run_batch` runs after it: one micro-batch of the largest
+shape. Both are collectives. Every rank collects its `facts`, and compares them with rank 0's and
+with what the run needs; all ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -45,34 +45,34 @@ HOSTS_NAMED = 8
 def check(
     config: RunConfig, ranks: Ranks, progress: Callable[[str], None] = lambda what: None
 ) -> tuple[RunConfig, list[str]]:
-    """Look at everything that needs no model (a collective).
+    """Check everything that needs no model (a collective).
 
     Args:
-        config: with its precision decided.
-        progress: called with what was done, where it may take long.
+        config: the configuration; `train.precision` must not be `auto`.
+        progress: called with a text whenever a part of a long action is done.
 
     Returns:
-        The configuration with its micro-batch decided, and lines for the log; those that begin
-        with "warning: " name what works but should not be so.
+        The configuration with the micro-batch size instead of `auto`, and lines for the log. Lines
+        that begin with "warning: " describe problems that do not prevent the run.
 
     Raises:
-        SharedError: something is wrong; on every rank, the same. A line for each problem names the
-            host and the ranks, the key or value, and what would be right.
+        SharedError: there are problems. The error is equal on every rank and has a line for each
+            problem, with the hosts and ranks, the key and value, and what would be right.
     """
     output = Path(config.train.output_dir).absolute()
     hosts = ranks.gather(host_name())
-    leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # what a host shares is looked at once
+    leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # One rank checks what its host shares.
     probe = facts.Probe(output, ranks.broadcast(secrets.token_hex(8)), hosts[0])
-    # Another node that looked for the folder before it is made would not see it for a while.
+    # A node that looks for the folder before it is made would not see it for some time.
     existed, written = ranks.broadcast(ranks.is_first and (os.path.exists(output), probe.write()))
     try:
         read = (lambda note: data.read_data(config, note)) if leads else None
-        opened = data.meanwhile(ranks, read, progress)
+        opened = data.run_with_progress(ranks, read, progress)
         own = probe if leads else None
         here = ranks.on_all_ranks(lambda: facts.collect(config, ranks, opened, own, written))
         first = ranks.broadcast(here)
-        config = _with_micro_batch(config, ranks, hosts, here, first)
-        found = ranks.on_all_ranks(lambda: examine(config, here, first, hosts))
+        config = _choose_micro_batch(config, ranks, hosts, here, first)
+        found = ranks.on_all_ranks(lambda: find_problems(config, here, first, hosts))
         report = Report(hosts, ranks.gather(found))
     finally:
         if ranks.is_first:
@@ -84,20 +84,21 @@ def check(
     except SharedError:
         if ranks.is_first and not existed:
             with contextlib.suppress(OSError):
-                os.rmdir(output)  # A run that cannot start leaves no empty folder behind.
+                os.rmdir(output)  # Remove the empty folder of a run that does not start.
         raise
 
 
-def _with_micro_batch(
+def _choose_micro_batch(
     config: RunConfig, ranks: Ranks, hosts: Sequence[str], here: Facts, first: Facts
 ) -> RunConfig:
-    """Decide train.micro_batch_size=auto, for the rank with the least memory (a collective).
+    """Return the configuration with a value for train.micro_batch_size=auto (a collective).
 
-    A run that is resumed keeps what was chosen before, where its ranks still allow that.
+    The rank with the least memory decides. A resumed run keeps its value, if the number of ranks
+    still allows it.
     """
     if first.config["train"]["micro_batch_size"] != "auto":
         return config
-    free = min(ranks.gather(here.free_memory / _sharing(here, hosts)))
+    free = min(ranks.gather(here.free_memory / _count_sharing_ranks(here, hosts)))
     sizes = micro_batch_sizes(config, len(hosts))
 
     def choose() -> int:
@@ -107,7 +108,7 @@ def _with_micro_batch(
             if before in sizes:
                 return before
         if first.data is None:
-            return 1  # What is wrong with the data ends the run elsewhere.
+            return 1  # The problem with the data is reported elsewhere.
         vocab_size = config.model.vocab_size or first.data.vocab_size
         parameters = num_parameters(config, vocab_size)
         given = config, parameters, len(hosts), vocab_size, free, here.on_gpu
@@ -116,14 +117,14 @@ def _with_micro_batch(
     return config.with_micro_batch(ranks.broadcast(ranks.on_rank_zero(choose)))
 
 
-def _sharing(here: Facts, hosts: Sequence[str]) -> int:
-    """Count the ranks that share the memory of this one's device."""
+def _count_sharing_ranks(here: Facts, hosts: Sequence[str]) -> int:
+    """Return the number of ranks that share the memory of this rank's device."""
     return 1 if here.on_gpu else hosts.count(hosts[here.rank])
 
 
 @dataclass
 class Findings:
-    """What a rank finds wrong with itself; notes for the log on the first rank only."""
+    """The problems and warnings of a rank; only the notes of rank 0 are logged."""
 
     problems: list[Problem]
     warnings: list[str] = field(default_factory=list)
@@ -134,7 +135,7 @@ class Findings:
 
 
 class Report:
-    """Problems, warnings and notes of all ranks, each with the ranks that it is about."""
+    """The problems and warnings of all ranks, each with its ranks, and the notes."""
 
     def __init__(self, hosts: Sequence[str], found: Sequence[Findings]) -> None:
         self.hosts, self.notes = hosts, list(found[0].notes)
@@ -149,7 +150,7 @@ class Report:
         self.passes = all(problem.passes for problem in every)
 
     def error(self) -> SharedError:
-        """Make one error of all problems, temporary where all of them may pass."""
+        """Return one error with all problems; it is temporary if all of them are."""
         lines = self._grouped(self.problems)
         text = f" {lines[0]}" if len(lines) == 1 else "".join(f"\n  {line}" for line in lines)
         return shared_error(f"preflight:{text}", self.passes)
@@ -160,21 +161,21 @@ class Report:
         return [f"preflight: {line}" for line in (*self.notes, *warnings)]
 
     def _grouped(self, found: dict[str, list[int]]) -> list[str]:
-        return [f"{self._who(ranks)}: {text}" for text, ranks in found.items()]
+        return [f"{self._format_hosts(ranks)}: {text}" for text, ranks in found.items()]
 
-    def _who(self, ranks: Sequence[int]) -> str:
+    def _format_hosts(self, ranks: Sequence[int]) -> str:
         if len(ranks) == len(self.hosts) > 1:
             return "all ranks"
         of_host = defaultdict(list)
         for rank in ranks:
             of_host[self.hosts[rank]].append(rank)
-        named = [f"{host} {ranges(of_host[host])}" for host in list(of_host)[:HOSTS_NAMED]]
+        named = [f"{host} {format_ranks(of_host[host])}" for host in list(of_host)[:HOSTS_NAMED]]
         more = len(of_host) - len(named)
         return ", ".join([*named, f"and {more} more hosts"] if more > 0 else named)
 
 
-def ranges(ranks: Iterable[int]) -> str:
-    """Format numbers as `rank 3`, `ranks 24–31`, `ranks 0, 2–3`."""
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Return ranks as text, such as `rank 3`, `ranks 24–31`, `ranks 0, 2–3`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][-1] + 1:
@@ -186,11 +187,13 @@ def ranges(ranks: Iterable[int]) -> str:
     return f"rank{'s' if several else ''} {', '.join(parts)}"
 
 
-def examine(config: RunConfig, here: Facts, first: Facts, hosts: Sequence[str]) -> Findings:
-    """Compare the facts `here` with those of the `first` rank and with what the run needs.
+def find_problems(config: RunConfig, here: Facts, first: Facts, hosts: Sequence[str]) -> Findings:
+    """Return the findings about this rank's facts `here`.
+
+    They are compared with those of the `first` rank and with what the run needs.
 
     Args:
-        hosts: of all ranks.
+        hosts: the host of every rank.
     """
     found, ranks = Findings(list(here.problems)), len(hosts)
     names = list(dict.fromkeys(hosts))
@@ -205,7 +208,7 @@ def examine(config: RunConfig, here: Facts, first: Facts, hosts: Sequence[str]) 
         config.accumulation_steps(ranks)
     except UserError as error:
         found.problem(f"{error}; {batch_advice(config, ranks)}")
-    if first.data is not None:  # else it is a problem already
+    if first.data is not None:  # Otherwise rank 0 has reported the problem.
         vocab_size = config.model.vocab_size or first.data.vocab_size
         try:
             model_config(config, vocab_size)
@@ -213,14 +216,14 @@ def examine(config: RunConfig, here: Facts, first: Facts, hosts: Sequence[str]) 
             found.problem(str(error))
         else:
             parameters = num_parameters(config, vocab_size)
-            _check_room(found, config, here, parameters, first.checkpoints)
+            _check_space(found, config, here, parameters, first.checkpoints)
             memory = memory_per_rank(config, parameters, ranks, vocab_size, here.on_gpu)
-            _check_memory(found, here, memory, _sharing(here, hosts))
+            _check_memory(found, here, memory, _count_sharing_ranks(here, hosts))
     return found
 
 
 def _compare_ranks(found: Findings, here: Facts, first: Facts, host: str) -> None:
-    """Name what differs from rank 0, on `host`."""
+    """Add the differences of this rank from rank 0, which is on `host`, to the findings."""
     for name in here.versions | first.versions:
         mine, wanted = (facts.versions.get(name, "absent") for facts in (here, first))
         advice = f"install the same {name} on every host"
@@ -243,7 +246,7 @@ def _compare_ranks(found: Findings, here: Facts, first: Facts, host: str) -> Non
 
 
 def batch_advice(config: RunConfig, world_size: int) -> str:
-    """Name what would divide: the largest micro-batch, the nearest numbers of ranks."""
+    """Return the micro-batch size and the numbers of ranks that would divide the batch."""
     batch, micro = config.train.global_batch_size, config.train.micro_batch_size
     micro = 1 if micro == "auto" else micro
     parts, ways = config.train.sequence_parallel, []
@@ -257,16 +260,16 @@ def batch_advice(config: RunConfig, world_size: int) -> str:
     return f"right would be {' or '.join(ways)}"
 
 
-def _check_room(
+def _check_space(
     found: Findings, config: RunConfig, here: Facts, parameters: int, saved: int
 ) -> None:
-    """Compare the disk, which has `saved` checkpoints, and host memory with what the run needs."""
+    """Compare free disk (with `saved` checkpoints on it) and host memory with what is needed."""
     if here.free_disk is not None:
         problem, text = check_disk(config, parameters, here.free_disk, saved)
         if problem:
             found.problem(problem)
         found.notes.append(f"disk: {text}")
-    # The first rank builds the whole model on its host, whatever it keeps of it.
+    # Rank 0 builds the whole model on its host, even if it keeps only a part of it.
     one = building_bytes(config, parameters)
     if here.rank == 0 and one > here.host_memory:
         found.problem(
@@ -281,14 +284,14 @@ def _check_room(
 
 
 def _check_memory(found: Findings, here: Facts, memory: Memory, sharing: int) -> None:
-    """Compare what a step needs with the memory that is free for so many ranks together."""
+    """Compare the memory of a step with the free memory, which `sharing` ranks divide."""
     free = here.free_memory / sharing
     text = (
         f"about {memory.total / GIB:.2f} GiB a rank are needed ({memory}), but {free / GIB:.2f} "
         f"GiB of {'GPU memory' if here.on_gpu else 'memory'} are free for each; {memory.advice}"
     )
     if memory.states > free or memory.total > free * MEMORY_ACCURACY:
-        # Processes of an earlier start may still hold it.
+        # Processes of an earlier launch may still occupy it.
         found.problem(text, passes=memory.total <= here.gpu_memory)
     elif memory.total > free:
         found.warnings.append(text)

@@ -1,4 +1,4 @@
-"""The data before a run: copied, packed, opened on each host, and compared with their manifest."""
+"""Prepare the data before a run: copy, pack, open on each host, and verify by the manifest."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ POLL_SECONDS = 1.0
 Progress = Callable[[str], object]
 
 
-class DataFacts(NamedTuple):
-    """The data as a host opened them."""
+class OpenedData(NamedTuple):
+    """The identity of the data that a host has opened."""
 
     fingerprint: str
     vocab_size: int
 
 
-def meanwhile(
+def run_with_progress(
     ranks: Ranks, action: Callable[[Progress], Any] | None, progress: Progress
 ) -> Future | None:
-    """Act in a thread while all ranks meet every second, so that none seems to hang (a collective).
+    """Run `action` in a thread while all ranks synchronize every second (a collective).
 
-    `action`, of this rank or None, is given a function to call whenever it got on; `progress` is
-    then called on every rank.
+    A long action of one rank then does not look like a hang of the others. `action` (None on ranks
+    without one) gets a function to call with a text when a part is done; `progress` is then called
+    on every rank. Return the finished future of this rank's action.
     """
     number, latest = 0, "opening the data"
 
@@ -54,8 +55,8 @@ def meanwhile(
             return futures[0] if futures else None
 
 
-def read_data(config: RunConfig, progress: Progress) -> DataFacts:
-    """Make the copies and packing plans that the run needs, and read its first sample."""
+def read_data(config: RunConfig, progress: Progress) -> OpenedData:
+    """Make the copies and packing plans that the run needs, and read the first sample."""
     data = config.data
     train, validation = open_splits(config)
     for part in (*train.parts, *validation.parts):
@@ -64,17 +65,17 @@ def read_data(config: RunConfig, progress: Progress) -> DataFacts:
         for part in train.parts:
             plan_folder(part, data.context_length, data.cache_dir, progress)
     corpus, _, loader = open_data(config)
-    # With a rank for every sample of a step, the first one reads one sample.
+    # As one of as many ranks as a step has samples, read a single sample.
     loader.batch(0, 0, config.train.global_batch_size)
-    return DataFacts(corpus.fingerprint, corpus.vocab_size)
+    return OpenedData(corpus.fingerprint, corpus.vocab_size)
 
 
 def verify(config: RunConfig, ranks: Ranks, progress: Progress) -> list[str]:
-    """Read what was not verified yet, by one rank of a host (a collective).
+    """Verify the shards that were not verified yet, on one rank per host (a collective).
 
-    Where other hosts see the first one's files, they see its notes too, and read nothing. Returns
-    a line for the log where anything was read; raises SharedError, the same on every rank, where a
-    file is not what the manifest says.
+    Rank 0 comes first: hosts that share its files see its notes, too, and read nothing. Return a
+    line for the log if files were read. Raises SharedError, equal on every rank, if a file differs
+    from the manifest.
     """
     start = time.perf_counter()
     files: set[str] = set()
@@ -92,7 +93,7 @@ def verify(config: RunConfig, ranks: Ranks, progress: Progress) -> list[str]:
 
     leads = ranks.local_rank == 0
     for turn in (ranks.is_first, leads and not ranks.is_first):
-        read = meanwhile(ranks, look if turn else None, progress)
+        read = run_with_progress(ranks, look if turn else None, progress)
         ranks.on_all_ranks(lambda read=read: read and read.result())
     seconds = time.perf_counter() - start
     read = sum(ranks.gather(len(files)))

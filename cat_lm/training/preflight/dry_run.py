@@ -1,4 +1,4 @@
-"""One micro-batch of the largest shape, forward and backward, that changes nothing."""
+"""Run one micro-batch of the largest shape forward and backward, without changing the model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from cat_lm.training.engine import Engine
 from cat_lm.training.estimate import memory_per_rank
 from cat_lm.training.watchdog import host_name
 
-# What DeepSpeed counts in a step, skipped or not.
+# DeepSpeed's counters that a step changes, even if it is skipped.
 _COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 _COUNTERS += ("_is_gradient_accumulation_boundary",)
 
 
 def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
-    """Compute one micro-batch of full context and drop its gradients (a collective).
+    """Compute one micro-batch of full context, drop its gradients, and return a line for the log.
 
-    The loss is made NaN before the backward pass, so that the step is skipped as any that is not
-    finite. Weights, buffers, optimizer, generators and counters are afterwards what they were, bit
-    for bit. Returns a line for the log; raises UserError, on the rank where it is so, where the
-    memory does not suffice or train.deterministic cannot be kept.
+    The loss is made NaN before the backward pass, so that the step is skipped like any other that
+    is not finite. Weights, buffers, optimizer, generators and counters do not change, bit for bit.
+    It is a collective. Raises UserError, on the affected rank only, if the memory does not suffice,
+    or an operator has no deterministic form for train.deterministic.
     """
     config, ranks = engine.config, engine.ranks
     rows = config.train.micro_batch_size
@@ -42,8 +42,8 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     estimate = memory_per_rank(config, parameters, ranks.world_size, vocab_size, on_gpu)
     start = time.perf_counter()
     try:
-        with _restored(engine):
-            attention = _skipped_step(engine, batch)
+        with _restoring_state(engine):
+            attention = _run_skipped_step(engine, batch)
     except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
         if operator := refused_operator(error):
             raise UserError(
@@ -62,32 +62,32 @@ def dry_run_batch(engine: Engine, loader: TrainLoader) -> str:
     return (
         f"preflight: dry-run batch of {rows} x {config.data.context_length} tokens in "
         f"{time.perf_counter() - start:.2f} s; estimated memory {estimate.total / GIB:.2f} GiB a "
-        f"rank, {_peak(ranks.device)}; attention: {attention}"
+        f"rank, {_format_peak_memory(ranks.device)}; attention: {attention}"
     )
 
 
-def _skipped_step(engine: Engine, batch: dict) -> str:
-    """Compute the step; return the names of attention's kernels."""
+def _run_skipped_step(engine: Engine, batch: dict) -> str:
+    """Compute a step with a NaN loss; return the names of the attention kernels."""
     deepspeed = engine.deepspeed
-    moments = absent_moments(engine)
+    moments = allocate_moments(engine)
     (micro_batch,) = engine._micro_batches(batch)
     # One micro-batch is the whole step, so that gradients are reduced and then dropped.
     deepspeed.set_gradient_accumulation_boundary(True)
     one = torch.ones((), device=engine.ranks.device)
-    loss = engine._weighted(engine._outputs(micro_batch, num_items_in_batch=one))
+    loss = engine._training_loss(engine._forward(micro_batch, num_items_in_batch=one))
     attention = attention_kernels(loss)
     deepspeed.backward(loss * math.nan)
     if engine.config.train.zero_stage == 0:
-        engine._clip()
-    moments.clear()  # a step makes them, even one that is skipped
+        engine._clip_gradients()
+    moments.clear()  # Even a skipped step allocates the moments.
     deepspeed.step()
     return attention
 
 
-def absent_moments(engine: Engine) -> list[torch.Tensor]:
-    """Allocate the moments that this rank's optimizer makes with its first update.
+def allocate_moments(engine: Engine) -> list[torch.Tensor]:
+    """Return tensors as large as the moments that the optimizer allocates in its first step.
 
-    No ZeRO stage makes them earlier, and every later batch must fit beside them.
+    Every later batch must fit into memory together with the moments.
     """
     state = engine.optimizer.state
     absent = [(t, kinds) for t, kinds in stepped_tensors(engine) if not state.get(t)]
@@ -95,8 +95,8 @@ def absent_moments(engine: Engine) -> list[torch.Tensor]:
 
 
 @contextmanager
-def _restored(engine: Engine) -> Iterator[None]:
-    """Set buffers, generators and DeepSpeed's counters back afterwards."""
+def _restoring_state(engine: Engine) -> Iterator[None]:
+    """Restore buffers, generators and DeepSpeed's counters at the end of the block."""
     deepspeed, device = engine.deepspeed, engine.ranks.device
     held = [(m._buffers, *item) for m in engine.model.modules() for item in m._buffers.items()]
     values = [None if buffer is None else buffer.clone() for _, _, buffer in held]
@@ -112,15 +112,15 @@ def _restored(engine: Engine) -> Iterator[None]:
 
 
 def refused_operator(error: BaseException) -> str | None:
-    """Name the operator that torch refused as it has no deterministic form, or None."""
+    """Return the operator that torch refused for lack of a deterministic form, or None."""
     name, refused, _ = str(error).partition(" does not have a deterministic implementation")
     return name.split()[-1] if refused else None
 
 
 def attention_kernels(loss: torch.Tensor) -> str:
-    """Name the attention kernels whose backward passes belong to `loss`, by its graph.
+    """Return the names of the attention kernels in the autograd graph of `loss`.
 
-    torch chooses among its own for every call, by device, dtype, mask and shape.
+    torch chooses a kernel for every call, by device, dtype, mask and shape.
     """
     found, seen, ahead = set(), set(), [loss.grad_fn]
     while ahead:
@@ -142,9 +142,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or any(w in str(error).lower() for w in words)
 
 
-def _peak(device: torch.device) -> str:
+def _format_peak_memory(device: torch.device) -> str:
     if device.type == "cuda":
         return f"allocated on rank 0 {torch.cuda.max_memory_allocated(device) / GIB:.2f} GiB"
-    # Kibibytes on Linux: the largest resident size so far, of the whole process.
+    # On Linux, ru_maxrss is the peak resident size of the process in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     return f"rank 0's process {peak:.2f} GiB with its libraries"

@@ -1,4 +1,4 @@
-"""The facts of one rank and its host, without collectives; what the user may fix is a fact too."""
+"""Collect the facts about one rank and its host, and their problems, without collectives."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from cat_lm.core.errors import UserError, describe_os_error, file_error, is_temp
 from cat_lm.core.host import available_memory
 from cat_lm.ops.runtime.triton_launch import INSTALLED
 from cat_lm.training.distributed import Ranks, describe_error
-from cat_lm.training.preflight.data import DataFacts
+from cat_lm.training.preflight.data import OpenedData
 from cat_lm.training.watchdog import host_name
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "safetensors")
-# A network file system may show a new file late, and a folder that was looked for before it was
-# made later still: NFS asks the server again after 30 seconds.
+# A network file system may show a new file late: NFS asks the server again only 30 seconds after it
+# found no such folder.
 PATIENCE_SECONDS = 40.0
 
 
 class Problem(NamedTuple):
-    """What is wrong, in one line; `passes` where it may be gone at the next start."""
+    """A problem as one line; `passes` is True if it may be gone at the next launch."""
 
     text: str
     passes: bool
@@ -45,24 +45,24 @@ class Problem(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts that a rank gathers; `data` and `free_disk` on one rank of each host."""
+    """The facts about a rank; only one rank per host has `data` and `free_disk`."""
 
     rank: int
     config: dict[str, Any]
-    versions: dict[str, str]  # of what must be equal on all ranks
+    versions: dict[str, str]  # of everything that must be equal on all ranks
     on_gpu: bool
-    free_memory: int  # bytes of its device; on a CPU, those that its host's ranks share
-    gpu_memory: int  # all bytes of its GPU; 0 on a CPU
-    host_memory: int  # free bytes of its host, whatever the device
-    data: DataFacts | None = None
+    free_memory: int  # free bytes of the device; on a CPU, the ranks of the host share them
+    gpu_memory: int  # total bytes of the GPU; 0 on a CPU
+    host_memory: int  # free bytes of the host
+    data: OpenedData | None = None
     free_disk: int | None = None  # bytes in the run's folder
-    checkpoints: int = 0  # complete ones in it, up to those that the run keeps; on the first rank
-    problems: list[Problem] = field(default_factory=list)  # with data, folder and kernels
+    checkpoints: int = 0  # complete ones in the folder, at most checkpoint.keep_last; rank 0 only
+    problems: list[Problem] = field(default_factory=list)  # of data, folder and kernels
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The run's folder, and the file that rank 0, on `host`, writes into it for all to see."""
+    """A file that rank 0, on `host`, writes into the run's folder, for other hosts to look for."""
 
     folder: Path
     token: str
@@ -73,7 +73,7 @@ class Probe:
         return self.folder / f".preflight-{self.token}"
 
     def write(self) -> bool:
-        """Make folder and file; a failure (False) is found again by `look`."""
+        """Make the folder and the file; return False on failure, which `look` will report."""
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.file.write_text(self.token, encoding="ascii")
@@ -85,15 +85,15 @@ class Probe:
             self.file.unlink(missing_ok=True)
 
     def look(self, patience: float) -> int:
-        """Return the bytes that are free in the folder, seen from this host.
+        """Return the free bytes in the folder, as this host sees it.
 
-        Rank 0's file may take `patience` seconds to be seen. Raises UserError where this host
-        cannot write to the folder, or it is not rank 0's.
+        Wait up to `patience` seconds for rank 0's file. Raises UserError if this host cannot write
+        to the folder, or sees another folder than rank 0.
         """
         deadline = time.monotonic() + patience
         while not (is_seen := self.file.exists()) and time.monotonic() <= deadline:
             time.sleep(0.2)
-            # Reading the folder makes a network file system ask the server again.
+            # Listing the folder makes a network file system ask the server again.
             for folder in (self.folder.parent, self.folder):
                 if folder.is_dir():
                     os.listdir(folder)
@@ -110,7 +110,7 @@ class Probe:
             text = f"cannot be written to: {where}: {describe_os_error(error)}"
             raise file_error(text, error) from None
         if not is_seen:
-            if not existed:  # The folder is this host's own, or that of hosts like it.
+            if not existed:  # It was made here, and not by rank 0.
                 with contextlib.suppress(OSError):
                     os.rmdir(self.folder)
             raise UserError(
@@ -123,13 +123,18 @@ class Probe:
 def collect(
     config: RunConfig, ranks: Ranks, opened: Future | None, probe: Probe | None, written: bool
 ) -> Facts:
-    """Collect this rank's facts; also its host's with `opened` data and `probe`, if `written`."""
+    """Return the facts about this rank, and those about its host if `opened` and `probe` are given.
+
+    Args:
+        opened: the finished future of `read_data`.
+        probe: the file to look for; `written` is False if rank 0 could not write it.
+    """
     problems: list[Problem] = []
     on_gpu = ranks.device.type == "cuda"
     if on_gpu:
-        keep_triton_cache_here()
+        use_local_triton_cache()
 
-    def tried(action: Callable[[], Any], name: str = "") -> Any:
+    def collect_problem(action: Callable[[], Any], name: str = "") -> Any:
         try:
             return action()
         except Exception as error:
@@ -139,11 +144,11 @@ def collect(
     data = free_disk = None
     checkpoints = 0
     if probe is not None and opened is not None:
-        data = tried(opened.result)
-        # Where rank 0 could not write there is nothing to wait for.
+        data = collect_problem(opened.result)
+        # If rank 0 could not write the file, do not wait for it.
         patience = PATIENCE_SECONDS if written and not ranks.is_first else 0
         where = f"train.output_dir={config.train.output_dir}: "
-        free_disk = tried(lambda: probe.look(patience), where)
+        free_disk = collect_problem(lambda: probe.look(patience), where)
         if ranks.is_first and free_disk is not None:
             checkpoints = saved_checkpoints(probe.folder, config.checkpoint.keep_last)
     if problem := kernel_problem(config, ranks.device):
@@ -164,7 +169,7 @@ def collect(
 
 
 def saved_checkpoints(folder: Path, most: int) -> int:
-    """Count a run's complete checkpoints, whose space is taken already, up to `most`."""
+    """Return the number of a run's complete checkpoints, at most `most`."""
     from cat_lm.training.checkpoint import is_complete, step_folders
 
     newest_first = reversed(step_folders(folder / "checkpoints"))
@@ -172,7 +177,7 @@ def saved_checkpoints(folder: Path, most: int) -> int:
 
 
 def kernel_problem(config: RunConfig, device: torch.device) -> str | None:
-    """Launch a Triton kernel where the run may need them: it would fail in the first step."""
+    """Return why Triton kernels, which the run may need, do not work here; None if they do."""
     train, recurrent = config.train, config.architecture.recurrent
     asked = train.conv_backend != "reference" or train.compile
     asked = asked or (recurrent and train.mixer_backend != "torch")
@@ -186,10 +191,10 @@ def kernel_problem(config: RunConfig, device: torch.device) -> str | None:
 
 
 def why_no_kernel(device: torch.device) -> str | None:
-    """Launch the convolution of a few numbers on `device`; None where it runs and is right.
+    """Return the problem and a remedy if a small Triton convolution fails on `device`, or None.
 
-    At the first launch on each node Triton builds, in C and against Python's headers, what loads
-    and starts a kernel. Returns what is wrong and what to do, in one line.
+    At the first launch on each node Triton compiles a C extension that launches kernels, for which
+    it needs Python's headers.
     """
     from cat_lm.ops.convolution.triton import convolve
 
@@ -197,7 +202,7 @@ def why_no_kernel(device: torch.device) -> str | None:
     try:
         found = convolve("head", x, torch.ones(1, 2, device=device), None, None)[0, :, 0, 0]
         wrong = found.tolist() != [0.0, *(float(2 * t - 1) for t in range(1, 16))]
-    except Exception as error:  # of Triton, its compilers, the loader, the driver
+    except Exception as error:  # Triton, its compilers, the loader or the driver has failed.
         return (
             f"a Triton kernel does not run: {describe_error(error)}; on every node it needs a C "
             "compiler (gcc, or what CC names) and Python's headers (python3-dev)"
@@ -205,11 +210,11 @@ def why_no_kernel(device: torch.device) -> str | None:
     return "a Triton kernel runs and computes wrong numbers on this device" if wrong else None
 
 
-def keep_triton_cache_here() -> None:
-    """Keep Triton's compiled kernels on the node's own disk, in a SLURM job that does not say.
+def use_local_triton_cache() -> None:
+    """In a SLURM job without TRITON_CACHE_DIR, move Triton's cache to the node's local disk.
 
-    The default is the home folder, mostly one for all nodes, into which all ranks would compile at
-    once. The folder's content is loaded as code, so it must be this user's.
+    The default is the home folder, often shared by all nodes, to which all ranks would compile at
+    the same time. The folder must belong to this user, because its content is loaded as code.
     """
     if "SLURM_JOB_ID" not in os.environ or "TRITON_CACHE_DIR" in os.environ:
         return
@@ -223,18 +228,18 @@ def keep_triton_cache_here() -> None:
 
 
 def versions(on_gpu: bool) -> dict[str, str]:
-    """Return everything whose difference between ranks may change results or break collectives."""
+    """Return the versions of everything that must be equal on all ranks."""
     found = {"python": platform.python_version(), "cat_lm": __version__, "code": code_hash()}
     for name in PACKAGES:
         try:
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # such as a checkout on the path
+        except metadata.PackageNotFoundError:  # It may be a checkout on the path.
             found[name] = "absent"
     found |= {f"the plugin {name}": code for name, code in plugins.describe().items()}
     found["CUDA"] = str(torch.version.cuda or torch.version.hip or "none")
     if on_gpu:
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        # Some images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: ten bits where fp32 has 23.
+        # Some images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which reduces 23 bits of fp32 to 10.
         is_exact = torch.get_float32_matmul_precision() == "highest"
         found["fp32 products"] = "exact" if is_exact else "TF32"
     return found
@@ -242,7 +247,7 @@ def versions(on_gpu: bool) -> dict[str, str]:
 
 @functools.cache
 def code_hash() -> str:
-    """Hash the package's sources on this node: equal commits may have been edited."""
+    """Return a hash of the package's sources on this node, which may have been edited."""
     package = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*")):
@@ -252,7 +257,7 @@ def code_hash() -> str:
 
 
 def free_memory(device: torch.device) -> int:
-    """Return the bytes that a process can still take: of the GPU, or of its job's host memory."""
+    """Return the free bytes of a GPU, or of the host memory that this job may still allocate."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     known = available_memory()

@@ -130,7 +130,7 @@ def test_blocks_of_a_mixture_hold_each_source_by_its_count_and_order(sources, ke
     owners = np.searchsorted(np.cumsum(sizes), ids, side="right")
     for block in owners[: blocks * size].reshape(blocks, size):
         assert np.bincount(block, minlength=len(counts)).tolist() == counts
-    assert order.drawn(len(ids)) == np.bincount(owners, minlength=len(counts)).tolist()
+    assert order.count_draws(len(ids)) == np.bincount(owners, minlength=len(counts)).tolist()
     for source, own in enumerate(orders):
         drawn = ids[: blocks * size][owners[: blocks * size] == source]
         assert (np.sort(drawn - sum(sizes[:source])) == np.sort(own(np.arange(len(drawn))))).all()

@@ -16,7 +16,7 @@ from cat_lm.model.attention.modules import landmark
 from cat_lm.model.attention.modules.landmark import train_landmarks
 from cat_lm.ops.runtime.documents import document_borders, document_positions
 from cat_lm.training import building
-from cat_lm.training.building import documents_apart
+from cat_lm.training.building import choose_document_attention
 from cat_lm.training.engine import Engine
 from tests.runs import run_values
 from tests.tiny_models import cat_model, each_model, random_ids
@@ -155,7 +155,7 @@ def test_a_run_that_teaches_landmarks_gives_borders(monkeypatch, tmp_path):
         values["model"] |= LANDMARK
         values["data"]["mask_documents"] = True
         config, model = RunConfig.model_validate(values), cat_model(**LANDMARK)
-        names[way] = documents_apart(config, model, torch.device("cuda")).name
+        names[way] = choose_document_attention(config, model, torch.device("cuda")).name
     assert names == {"guided": "varlen", "hard": "mask"}
 
 
@@ -170,7 +170,7 @@ def test_an_engine_gives_the_borders_that_it_knows(name, monkeypatch):
         )
         for masked in ("true", "false")
     )
-    assert documents_apart(config, cat_model(), torch.device("cuda")).name == name
+    assert choose_document_attention(config, cat_model(), torch.device("cuda")).name == name
     engine = object.__new__(Engine)
     engine.config, engine.ranks = config, SimpleNamespace(device=torch.device("cpu"))
     engine._gives_borders, engine.sequence_group = name != "mask", None
@@ -178,7 +178,7 @@ def test_an_engine_gives_the_borders_that_it_knows(name, monkeypatch):
     parts = engine._micro_batches({"input_ids": ids, "document_ids": ids})
     found = [part["document_borders"].tolist() if name != "mask" else None for part in parts]
     assert found == ([None, None] if name == "mask" else [[0, 3, 5, 7], [0, 7]])
-    assert documents_apart(without, cat_model(), torch.device("cuda")) is None
+    assert choose_document_attention(without, cat_model(), torch.device("cuda")) is None
 
 
 def test_flash_attention_gets_the_documents_lengths():

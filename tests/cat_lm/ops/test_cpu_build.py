@@ -18,6 +18,7 @@ import torch
 
 from cat_lm.ops.convolution.cpu import kernel
 from cat_lm.ops.landmark import decode
+from cat_lm.ops.loss import cross_entropy_cpu
 from cat_lm.ops.recurrence import decaying_scan_cpu
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
 from cat_lm.ops.runtime import compiler
@@ -25,7 +26,7 @@ from tests.conftest import REPOSITORY
 
 FOUND = next(filter(None, map(shutil.which, compiler.COMPILERS)), None)
 needs_compiler = pytest.mark.skipif(FOUND is None, reason="no C++ compiler on this machine")
-KERNELS = [kernel.KERNEL, decaying_scan_cpu.KERNEL, decode.KERNEL]
+KERNELS = [kernel.KERNEL, decaying_scan_cpu.KERNEL, decode.KERNEL, cross_entropy_cpu.KERNEL]
 each_kernel = pytest.mark.parametrize("built", KERNELS, ids=lambda k: k.name)
 
 

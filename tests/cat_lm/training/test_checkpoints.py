@@ -34,7 +34,14 @@ from cat_lm.training.checkpoint.files import (
 )
 from cat_lm.training.checkpoint.optimizer_state import restore_random_states
 from cat_lm.training.preflight.facts import saved_checkpoints
-from tests.checkpoints import STATE, flip, names, run_of_three, step_folder, to_resume
+from tests.checkpoints import (
+    STATE,
+    find_checkpoint_to_resume,
+    flip,
+    names,
+    run_of_three,
+    step_folder,
+)
 from tests.damages import damages
 
 STEPS = ["step-00000002", "step-00000004", "step-00000006"]
@@ -88,7 +95,7 @@ def test_newest_whole_checkpoint_is_taken(run, newest, kind, capsys):
     with pytest.raises(UserError, match="is not a complete checkpoint: ") as raised:
         find_checkpoint(newest)
     assert said in str(raised.value)
-    start, lines = to_resume(run)
+    start, lines = find_checkpoint_to_resume(run)
     assert start.name == "step-00000004"
     assert lines[0].startswith(f"{newest}: passed over: {name}: ") and said in lines[0]
 
@@ -127,7 +134,7 @@ def test_run_whose_only_checkpoint_is_damaged_stops(tmp_path, kind):
     before = sorted(only.rglob("*"))
     for _ in range(2):  # the second attempt of a launcher must not start from scratch either
         with pytest.raises(UserError) as raised:
-            to_resume(tmp_path / "run")
+            find_checkpoint_to_resume(tmp_path / "run")
         line = str(raised.value)
         assert said in line and name in line and "another train.output_dir" in line
         assert "\n" not in line
@@ -138,23 +145,23 @@ def test_run_of_several_damaged_checkpoints_stops(run, folder):
     for step in STEPS:
         flip(folder / step / "model/model.safetensors")
     with pytest.raises(UserError, match="none of 3 is whole; the newest, step-00000006: model"):
-        to_resume(run)
+        find_checkpoint_to_resume(run)
     assert names(run) == STEPS
     with pytest.raises(UserError, match="already holds step-00000006"):
-        to_resume(run, "never")  # its marker is ours: it is not trained over
+        find_checkpoint_to_resume(run, "never")  # its marker is ours: it is not trained over
 
 
 @pytest.mark.parametrize("content", [None, "{", "[]", "{}", '{"files": {}}', '{"files": 3}'])
 def test_folder_without_a_marker_of_ours_is_set_aside(tmp_path, content):
     run = tmp_path / "run"
-    assert to_resume(run) == (None, [])
+    assert find_checkpoint_to_resume(run) == (None, [])
     marker = step_folder(run, 2) / "complete.json"
     marker.unlink()
     if content is not None:
         marker.write_text(content)
     assert complete_checkpoints(run / "checkpoints") == []
     found = sorted(path.name for path in marker.parent.rglob("*"))
-    start, lines = to_resume(run, "never")
+    start, lines = find_checkpoint_to_resume(run, "never")
     assert start is None and names(run) == ["step-00000002.aside"]
     assert "set aside as step-00000002.aside" in lines[0]
     assert sorted(p.name for p in (run / "checkpoints/step-00000002.aside").rglob("*")) == found
@@ -165,9 +172,9 @@ def test_step_folder_of_somebody_else_stays(run, folder):
     notes.parent.mkdir()
     notes.write_text("mine")
     with pytest.raises(UserError, match="already holds step-00000006"):
-        to_resume(run, "never")
+        find_checkpoint_to_resume(run, "never")
     assert notes.exists()
-    start, lines = to_resume(run)
+    start, lines = find_checkpoint_to_resume(run)
     assert start.name == "step-00000006" and "passed over: complete.json: no such file" in lines[0]
 
 
@@ -177,11 +184,11 @@ def test_start_from_another_run_is_refused_where_there_are_checkpoints(run, tmp_
     start = step_folder(tmp_path / "other", step)
     for path in (start, tmp_path / "other"):
         with pytest.raises(UserError, match=r"already holds step-00000006; .*another train\.outp"):
-            to_resume(run, str(path))
+            find_checkpoint_to_resume(run, str(path))
     assert names(run) == STEPS
     for marker in run.glob("checkpoints/*/complete.json"):
         marker.unlink()
-    assert to_resume(run, str(start))[0] == start
+    assert find_checkpoint_to_resume(run, str(start))[0] == start
 
 
 def test_newest_of_the_runs_own_can_be_named_by_any_path(run, newest, tmp_path, monkeypatch):
@@ -191,9 +198,9 @@ def test_newest_of_the_runs_own_can_be_named_by_any_path(run, newest, tmp_path, 
     (tmp_path / "linked").symlink_to(run)
     monkeypatch.chdir(newest.parent)
     for path in (newest, run, link, tmp_path / "linked", Path("step-00000006")):
-        assert to_resume(run, str(path))[0].resolve() == newest
+        assert find_checkpoint_to_resume(run, str(path))[0].resolve() == newest
     with pytest.raises(UserError, match="already holds step-00000006"):
-        to_resume(run, str(newest.with_name("step-00000004")))
+        find_checkpoint_to_resume(run, str(newest.with_name("step-00000004")))
 
 
 @pytest.mark.parametrize(
@@ -318,9 +325,12 @@ def failing(bad: Path, code: int):
 @pytest.mark.parametrize("place", ["complete.json", "model/config.json"])
 def test_file_that_cannot_be_read_now_is_no_damage(run, newest, tmp_path, code, place):
     """The newest checkpoint is neither passed over, renamed nor trained over."""
-    looks = [(to_resume, "auto")]
+    looks = [(find_checkpoint_to_resume, "auto")]
     if place == "complete.json":
-        looks += [(to_resume, "never"), (to_resume, str(step_folder(tmp_path / "other", 8)))]
+        looks += [
+            (find_checkpoint_to_resume, "never"),
+            (find_checkpoint_to_resume, str(step_folder(tmp_path / "other", 8))),
+        ]
     patch = failing(newest / place, code)
     try:
         for look, resume in looks:
@@ -330,7 +340,7 @@ def test_file_that_cannot_be_read_now_is_no_damage(run, newest, tmp_path, code, 
             find_checkpoint(run)
     finally:
         patch.undo()
-    assert names(run) == STEPS and to_resume(run)[0] == newest
+    assert names(run) == STEPS and find_checkpoint_to_resume(run)[0] == newest
 
 
 def test_marker_whose_reading_breaks_off_is_no_damage(run, newest, monkeypatch):
@@ -339,10 +349,10 @@ def test_marker_whose_reading_breaks_off_is_no_damage(run, newest, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(files, "read_json", broken)
-        for look in (to_resume, find_checkpoint):
+        for look in (find_checkpoint_to_resume, find_checkpoint):
             with pytest.raises(TemporaryError, match=r"complete\.json: breaks off"):
                 look(run)
-    assert names(run) == STEPS and to_resume(run)[0] == newest
+    assert names(run) == STEPS and find_checkpoint_to_resume(run)[0] == newest
 
 
 @pytest.mark.parametrize("place", ["complete.json", "random-00000.pt"])
@@ -367,7 +377,7 @@ def test_link_named_latest_changes_nothing_elsewhere(run, folder, newest, tmp_pa
     (tmp_path / "mine").write_text("mine")
     (folder / "latest").symlink_to(tmp_path / "mine")
     flip(newest / "state.json")
-    set_aside_later(folder, to_resume(run)[0], lambda line: None)
+    set_aside_later(folder, find_checkpoint_to_resume(run)[0], lambda line: None)
     assert (tmp_path / "mine").read_text() == "mine"
     assert (folder / "latest").read_text() == "step-00000004\n"
 
@@ -404,11 +414,11 @@ def test_leftovers_of_a_live_process_stay_where_there_are_no_locks(run, folder):
     ended.wait()
     dead, alive = (leftover(folder, 7, "saving", p) for p in (ended.pid, os.getppid()))
     with mock.patch("fcntl.flock", side_effect=OSError(errno.ENOSYS, "not implemented")):
-        start, lines = to_resume(run)
+        start, lines = find_checkpoint_to_resume(run)
     assert start.name == "step-00000006" and not dead.exists() and len(lines) == 1
     assert (alive / "step/half").exists()
     assert lines[0].startswith(f"warning: {folder}: no locks here (not implemented)")
-    assert to_resume(run)[0].name == "step-00000006" and not alive.exists()
+    assert find_checkpoint_to_resume(run)[0].name == "step-00000006" and not alive.exists()
 
 
 def test_prune_that_cannot_delete_says_so_and_is_continued(run, folder, newest, monkeypatch):

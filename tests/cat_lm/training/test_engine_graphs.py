@@ -33,7 +33,7 @@ def graphs(rows: list[list[int]], borders: bool = True, scored: type = torch.ten
         documents = np.repeat(np.arange(len(lengths)), lengths)[None]
         batch = {"input_ids": ids, "labels": ids, "document_ids": documents}
         for micro_batch in engine._micro_batches(batch):
-            engine._outputs(micro_batch, scored(7.0 + number)).loss.backward()
+            engine._forward(micro_batch, scored(7.0 + number)).loss.backward()
     return counter.frame_count
 
 

@@ -18,7 +18,7 @@ from cat_lm.counts import flops_per_token, meta_model
 from cat_lm.model import CatConfig
 from cat_lm.training.engine import _check_compiler
 from cat_lm.training.estimate import memory_per_rank
-from cat_lm.training.metrics import Metrics, keep_records, numbers
+from cat_lm.training.metrics import Metrics, drop_later_records, finite_numbers
 from cat_lm.training.schedule import learning_rate
 from tests.runs import run_values
 
@@ -62,7 +62,7 @@ def test_records_after_the_checkpoint_and_a_cut_line_are_dropped(validated, up_t
         path.write_text(lines_of(steps) + json.dumps({"step": 9, "text": text})[:-1])
         kept = [record for record in steps if record["step"] <= up_to]
         last = max((record["step"] for record in kept if "val_loss" in record), default=0)
-        assert keep_records(path, up_to_step=up_to) == last
+        assert drop_later_records(path, up_to_step=up_to) == last
         assert path.read_text() == lines_of(kept)
 
 
@@ -80,7 +80,7 @@ def test_record_that_is_none_raises_user_error(tmp_path, line, said):
     path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
     before = path.read_bytes()
     with pytest.raises(UserError, match="metrics") as raised:
-        keep_records(path, up_to_step=2)
+        drop_later_records(path, up_to_step=2)
     assert said in str(raised.value) and path.read_bytes() == before
 
 
@@ -91,7 +91,7 @@ def test_metrics_hold_no_number_that_json_has_not(tmp_path):
     metrics.close()
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert line == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.5}
-    assert numbers(record) == {"lr": 0.5}
+    assert finite_numbers(record) == {"lr": 0.5}
 
 
 def test_lost_records_of_a_resumed_run_are_said(tmp_path):

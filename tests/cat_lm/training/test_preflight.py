@@ -26,7 +26,7 @@ from cat_lm.training.estimate import (
     num_parameters,
 )
 from cat_lm.training.preflight import check, dry_run, facts
-from cat_lm.training.preflight.data import DataFacts
+from cat_lm.training.preflight.data import OpenedData
 from cat_lm.training.preflight.facts import Facts, Probe, Problem
 from tests.runs import run_values
 
@@ -48,7 +48,7 @@ def sound(ranks: int = 32, per_host: int = 8, **changes) -> list[Facts]:
             free_memory=80 * GIB,
             gpu_memory=80 * GIB,
             host_memory=500 * GIB,
-            data=DataFacts("f" * 64, 257) if leads else None,
+            data=OpenedData("f" * 64, 257) if leads else None,
             free_disk=100 * GIB if leads else None,
         )
         found.append(replace(fact, **changes))
@@ -59,7 +59,7 @@ def judged(run: RunConfig, found: list[Facts], per_host: int = 8) -> preflight.R
     """What is said where ranks on hosts n000, n001, … have these facts."""
     hosts = [f"n{fact.rank // per_host:03}" for fact in found]
     return preflight.Report(
-        hosts, [preflight.examine(run, fact, found[0], hosts) for fact in found]
+        hosts, [preflight.find_problems(run, fact, found[0], hosts) for fact in found]
     )
 
 
@@ -83,7 +83,7 @@ def test_everything_wrong_is_told_with_its_ranks():
     found = sound()
     for rank in (3, *range(24, 32)):
         found[rank] = replace(found[rank], versions=found[0].versions | {"torch": "2.12.0"})
-    found[8] = replace(found[8], data=DataFacts("e" * 64, 257))
+    found[8] = replace(found[8], data=OpenedData("e" * 64, 257))
     found[24] = replace(found[24], problems=[Problem("train.output_dir=run: is not", False)])
     found[9] = replace(found[9], free_memory=2**20)
     found[5] = replace(found[5], config=config(seed=7).model_dump(mode="json"))
@@ -201,19 +201,19 @@ def test_triton_s_cache_of_a_slurm_job_is_on_the_node(temporary, monkeypatch):
     usual = temporary / f"cat_lm-triton-{os.getuid()}"
     with monkeypatch.context() as patch:
         patch.delenv("SLURM_JOB_ID")
-        facts.keep_triton_cache_here()
+        facts.use_local_triton_cache()
     assert "TRITON_CACHE_DIR" not in os.environ and not list(temporary.iterdir())
-    facts.keep_triton_cache_here()
+    facts.use_local_triton_cache()
     assert os.environ["TRITON_CACHE_DIR"] == str(usual)
     assert usual.stat().st_mode & 0o777 == 0o700
     del os.environ["TRITON_CACHE_DIR"]
-    facts.keep_triton_cache_here()  # of an earlier job
+    facts.use_local_triton_cache()  # of an earlier job
     assert os.environ["TRITON_CACHE_DIR"] == str(usual)
     # Code is loaded from it: one that others may write to, or a link, is not taken.
     for spoil in (lambda: usual.chmod(0o777), lambda: (usual.rmdir(), usual.symlink_to("/tmp"))):
         spoil()
         del os.environ["TRITON_CACHE_DIR"]
-        facts.keep_triton_cache_here()
+        facts.use_local_triton_cache()
         other = Path(os.environ["TRITON_CACHE_DIR"])
         assert (
             other != usual and other.parent == temporary and other.stat().st_mode & 0o777 == 0o700

@@ -109,9 +109,9 @@ def test_rank_has_a_gpu_of_its_own(seen, local_rank, number, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     if number is None:
         with pytest.raises(UserError, match="local rank 3 has no GPU of its own: this node shows"):
-            distributed._own_device(local_rank)
+            distributed._select_device(local_rank)
     else:
-        device = distributed._own_device(local_rank)
+        device = distributed._select_device(local_rank)
         assert chosen == [device] == [torch.device("cuda", number)]
         assert os.environ["LOCAL_RANK"] == str(number)
 
@@ -124,7 +124,7 @@ def test_ranks_that_share_a_gpu_are_told_so(monkeypatch):
         raise torch.distributed.DistBackendError(said)
 
     monkeypatch.setattr(distributed, "join_launcher", lambda: (1, 1, 2))
-    monkeypatch.setattr(distributed, "_start_deepspeed", refused)
+    monkeypatch.setattr(distributed, "_init_process_group", refused)
     words = "rank 1 on .*: another rank has the same GPU; .*start one rank per GPU"
     with pytest.raises(UserError, match=words), distributed.start():
         pass

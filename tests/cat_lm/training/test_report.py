@@ -14,7 +14,7 @@ def test_line_averages_speed_and_waiting_over_the_steps_since_the_last_line():
     config = load_config(REPOSITORY / "configs/quickstart.yaml", keys)
     report = Report.__new__(Report)
     report.config, report.ranks = config, SimpleNamespace(world_size=2)
-    report.flops, report.peak, report.own_loss = 1e3, 1e6, "none"
+    report.flops, report.peak, report.auxiliary_name = 1e3, 1e6, "none"
     report._mean_seconds, report._since = None, (0, 0.0, 0.0)
     result = SimpleNamespace(loss=1.0, grad_norm=1.0, auxiliary=None, skipped=False)
     tokens = config.tokens_per_step

@@ -25,7 +25,7 @@ stop = StopSignal()
 """
 HANGING = START + "guard = Watchdog(0.01)\nguard.progress('step 17')\n"
 ORPHAN = START + "guard = Watchdog(10, Launcher())\n"
-STEPS = "guard.steps_begin(stop)\nguard.progress('step 19')\ngone = True\n"
+STEPS = "guard.begin_steps(stop)\nguard.progress('step 19')\ngone = True\n"
 GONE = "the launcher (process 4711) is gone"
 # What a rank does, its exit code, and what it says.
 CASES = {
@@ -59,7 +59,7 @@ CASES = {
         ("after step 19: the run ends here with code 75",),
     ),
     "is an orphan that saves": (
-        ORPHAN + "guard.steps_begin(stop)\nwith guard.unhurried():\n    gone = True\n"
+        ORPHAN + "guard.begin_steps(stop)\nwith guard.allow_slow_work():\n    gone = True\n"
         "    time.sleep(4)\n    os._exit(3)",
         3,
         ("a checkpoint follows",),

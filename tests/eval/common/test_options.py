@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import pytest
 
 from cat_lm.core import numbers
-from cat_lm.core.cli import Parser
+from cat_lm.core.cli import Parser, announce
 from cat_lm.core.errors import UserError
 from eval.common.options import Option, add_options, check_options, options_of
 
@@ -43,9 +44,32 @@ def test_text_is_read_by_the_fields_type():
 
 
 @pytest.mark.parametrize(
+    ("variables", "printed"),
+    [
+        ({}, "a line\n"),
+        ({"RANK": "0"}, "a line\n"),
+        ({"RANK": "1"}, ""),
+        ({"SLURM_PROCID": "3"}, ""),
+    ],
+)
+def test_first_rank_alone_announces(variables, printed, monkeypatch, capsys):
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    announce("torch is imported")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    announce("a line")
+    assert capsys.readouterr() == ("", printed)
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         ("", "the following arguments are required: --width"),
+        ("--rate 0.1 --nor layer", "the following arguments are required: --width"),
+        ("--rate 0.1 --widht=8", "arguments: --widht=8; did you mean --width\\?"),
+        ("--rate 0.1 -- --widht", "the following arguments are required: --width"),
         ("--width 0", "--width: '0' must be from 1 to 16,384"),
         ("--width 8 --rate 0", "must be greater than 0"),
         ("--width 8 --norm none", "invalid choice: 'none'"),

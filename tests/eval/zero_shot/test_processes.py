@@ -42,7 +42,8 @@ runpy.run_module("eval.zero_shot", run_name="__main__", alter_sys=True)
             timeout=300,
         )
         assert result.returncode == 0, result.stderr
-        assert len(result.stderr.splitlines()) == len(table2.TASKS), result.stderr
+        first, *lines = result.stderr.splitlines()
+        assert first.startswith("zero-shot tasks ") and len(lines) == len(table2.TASKS), lines
         assert result.stdout.startswith("task ") and "of 7 accuracies" in result.stdout
         tasks = json.loads((tmp_path / "out/zero_shot.json").read_text(encoding="utf-8"))["tasks"]
         assert list(tasks) == list(table2.TASKS)
