@@ -180,6 +180,9 @@ class _Optimized:
         ids = torch.arange(2 * TIME).view(2, TIME) % 8
         with torch.enable_grad():
             self.model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        if found_inf:
+            for weight in self.weights.values():
+                weight.grad.fill_(torch.nan)
         self.optimizer.found_inf = torch.tensor(found_inf)
         self.optimizer.step()
         self.optimizer.zero_grad()

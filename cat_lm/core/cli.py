@@ -26,7 +26,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if "arguments are required" in message:
-            self._refuse_misspelt(self._words)  # Such as the very one that is missing.
+            # The missing option may be there, misspelt.
+            self._refuse_misspelt(self._words)
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:

@@ -6,7 +6,7 @@ An optimizer of this project is a file in `cat_lm/training/optimizers`, and its 
 
     optimizer:
       name: lion
-      options: {beta: 0.9}
+      options: {b: 0.98}
 
 This module imports no torch.
 """

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cat_lm import architectures, callbacks, mixers, ops
+from cat_lm import architectures, callbacks, mixers, ops, optimizers
 from cat_lm.core import plugins
 from cat_lm.counts import count_parameters, meta_model, state_bytes
 from cat_lm.model import attention
@@ -33,6 +33,7 @@ def registries(monkeypatch):
     monkeypatch.setattr(callbacks.CALLBACKS, "_entries", dict(callbacks.CALLBACKS._entries))
     monkeypatch.setattr(kinds.KINDS, "_entries", dict(kinds.KINDS._entries))
     monkeypatch.setattr(mixers.MIXERS, "_entries", dict(mixers.MIXERS._entries))
+    monkeypatch.setattr(optimizers.OPTIMIZERS, "_entries", dict(optimizers.OPTIMIZERS._entries))
     families = architectures.ARCHITECTURES
     monkeypatch.setattr(families, "_entries", dict(families._entries))
     for registry in attention.REGISTRIES.values():
@@ -43,7 +44,7 @@ def registries(monkeypatch):
 def ideas(registries):
     """Registers all of them for a test; what their files define, by file."""
     folder = REPOSITORY / "tests/own_ideas"
-    names = ("convolution", "scores", "pattern", "mixer", "family", "callback")
+    names = ("convolution", "scores", "pattern", "mixer", "family", "callback", "optimizer")
     return SimpleNamespace(
         **{name: SimpleNamespace(**runpy.run_path(str(folder / f"{name}.py"))) for name in names}
     )
@@ -119,6 +120,24 @@ def test_the_examples_pass_their_authors_check(ideas):
     check_entry(kinds.get("neighbour"))
     check_entry(architectures.get("ngram"), {"expansion": 2})
     check_entry(callbacks.get("slow_steps"), {"factor": 3})
+    check_entry(optimizers.get("lion"), {"a": 0.8})
+
+
+def test_optimizer_steps_by_its_equation(ideas):
+    torch.manual_seed(0)
+    kind, rate, decay, a, b = optimizers.get("lion"), 0.1, 0.5, 0.75, 0.5
+    weight, expected, momentum = nn.Parameter(torch.randn(7)), torch.zeros(7), torch.zeros(7)
+    expected += weight.detach()
+    groups = [{"params": [weight], "weight_decay": decay}]
+    stepper = kind.build(groups, SimpleNamespace(lr=rate), kind.Options(a, b))
+    stepper.found_inf = torch.tensor(0.0)
+    for gradient in torch.randn(4, 7):
+        weight.grad = gradient
+        stepper.step()
+        update = (a * momentum + (1 - a) * gradient).sign()
+        expected -= rate * (update + decay * expected)
+        momentum = b * momentum + (1 - b) * gradient
+        torch.testing.assert_close(weight.detach(), expected)
 
 
 @torch.no_grad()
@@ -152,8 +171,9 @@ def test_the_family_reads_as_many_tokens_as_it_says(ideas):
         (attention.PATTERNS, "pattern", "forgetting"),
         (architectures.ARCHITECTURES, "family", "ngram"),
         (callbacks.CALLBACKS, "callback", "slow_steps"),
+        (optimizers.OPTIMIZERS, "optimizer", "lion"),
     ],
-    ids=["mixer", "scores", "pattern", "family", "callback"],
+    ids=["mixer", "scores", "pattern", "family", "callback", "optimizer"],
 )
 def test_file_of_a_plugin_moves_into_the_project(
     registries, monkeypatch, tmp_path, registry, example, name
