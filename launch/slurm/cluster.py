@@ -35,7 +35,7 @@ class NoSlurm(UserError):
 class JobState:
     """A job as SLURM knows it; None or empty where it does not say."""
 
-    id: str
+    id: str | None
     state: str
     reason: str = ""
     nodes: str = ""

@@ -6,6 +6,7 @@ import argparse
 import shlex
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Any
 
 from pydantic import FiniteFloat, ValidationError
@@ -43,16 +44,13 @@ def look(folder: RunFolder) -> dict[str, Any]:
         job = active[0] if active else last and cluster.job_state(last)
     except UserError as error:
         # The run's own files still tell where it stands.
-        job = cluster.JobState(last or "none", "unknown", str(error))
+        job = cluster.JobState(last, "unknown", str(error))
     tried = folder.attempt_lines()
+    known = asdict(job or cluster.JobState(last, "unknown"))
     return {
         "run": str(folder.run),
-        "job": job.id if job else last,
-        "state": job.state if job else "unknown",
-        "reason": job.reason if job else "",
-        "nodes": job.nodes if job else "",
-        "restarts": job.restarts if job else None,
-        "exit_code": job.exit_code if job else None,
+        "job": known.pop("id"),
+        **known,
         "command": shlex.join(record.program) if record.program else None,
         "attempts": len(tried),
         "attempts_without_progress": folder.attempts_without_progress(),
@@ -102,7 +100,7 @@ def describe(found: dict[str, Any]) -> str:
         step += f", {found['tokens_per_second']:,.0f} tokens/s"
     rows = {
         "run": found["run"],
-        "job": f"{found['job']}: {state}",
+        "job": f"{found['job'] or 'none'}: {state}",
         "nodes": found["nodes"] or "none",
     }
     if found["command"]:
