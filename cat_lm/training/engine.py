@@ -47,6 +47,7 @@ from cat_lm.training.distributed import (
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+    from torch import nn
     from transformers import PreTrainedModel
 
     from cat_lm.model.hf.causal_lm import CausalOutput
@@ -139,20 +140,49 @@ _EPSILON = 1e-6
 
 
 class Bf16Step:
-    """Replace the reduction and the step of DeepSpeed's BF16_Optimizer (ZeRO-1 in bf16).
+    """Replace parts of DeepSpeed's BF16_Optimizer (ZeRO-1 in bf16): from gradients to the step.
 
-    DeepSpeed launches a kernel per parameter for the norm and for clipping, and reduces a copy of
-    the gradients.
+    DeepSpeed converts each gradient to fp32 before it adds it to a sum that it has set to zero,
+    reduces a copy of the sums, and launches a kernel per parameter for the norm and for clipping.
     """
 
     def __init__(self, deepspeed: DeepSpeedEngine, grad_clip: float) -> None:
         self._deepspeed, self._optimizer = deepspeed, deepspeed.optimizer
         self._grad_clip = grad_clip
         self._optimizer.step = self.step
+        self._optimizer._update_hp_grad = self.accumulate
+        self._optimizer.clear_hp_grads = self.forget
         deepspeed._reduce_non_expert_gradients = self.reduce
+
+    @torch.no_grad()
+    def accumulate(
+        self, parameter: nn.Parameter, group: int, index: int, *, clear_lp_grads: bool
+    ) -> None:
+        """Add a micro-batch's gradient to the sum in fp32; the first one of a step replaces it."""
+        if parameter.grad is None:
+            return
+        total = self._optimizer.fp32_groups_gradients[group][index]
+        gradient = parameter.grad.view(total.shape)
+        has_sum = self._optimizer.fp32_groups_has_gradients[group]
+        total.add_(gradient) if has_sum[index] else total.copy_(gradient)
+        has_sum[index] = True
+        parameter._hp_grad = total
+        if clear_lp_grads:
+            parameter.grad.zero_()
+
+    def forget(self) -> None:
+        """Have the next gradients replace the sums, which are not set to zero."""
+        sums = self._optimizer.fp32_groups_gradients
+        self._optimizer.fp32_groups_has_gradients = [[False] * len(group) for group in sums]
 
     def reduce(self, gradients: list[torch.Tensor], _: int) -> None:
         """Average the flat gradients over the ranks, in place."""
+        found = self._optimizer.fp32_groups_has_gradients
+        for sums, has_sum in zip(self._optimizer.fp32_groups_gradients, found, strict=True):
+            for index, total in enumerate(sums):
+                if not has_sum[index]:  # The parameter had no part in this rank's losses.
+                    total.zero_()
+                    has_sum[index] = True  # Its mean over the ranks counts in the norm.
         for gradient in gradients:
             self._deepspeed.allreduce_bucket(
                 [gradient], dp_group=self._deepspeed.seq_data_parallel_group

@@ -33,6 +33,7 @@ READ = torch.ops.aten._local_scalar_dense.default
 CLIP = 1.25
 # What takes the place of DeepSpeed's own steps.
 STEPS = ("Bf16Step", "PartitionedStep")
+CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.zero_.default)
 NORMS = (torch.ops.aten.linalg_vector_norm.default, torch.ops.aten.norm.ScalarOpt_dim)
 
 
@@ -62,7 +63,7 @@ def counted(owner: object, name: str) -> Iterator[list[bool]]:
 
 
 def counted_steps(ranks, cases: list[tuple[int, str, int]]) -> list[tuple]:
-    """(reads, lists read, all-reduces, norms, flags) of the second step of each case."""
+    """(reads, lists read, all-reduces, norms, casts a parameter, flags) of each second step."""
     found, products = [], torch.backends.cuda.matmul
     for stage, precision, size in cases:
         config = make_config(stage, size, precision)
@@ -78,7 +79,8 @@ def counted_steps(ranks, cases: list[tuple[int, str, int]]) -> list[tuple]:
         ):
             flags = engine.train_step(batch, 1e-3, (ranks.rank, 5)).flags
         norms = sum(ops.counts[norm] for norm in NORMS)
-        found.append((ops.counts[READ], len(lists), len(reductions), norms, flags))
+        casts = sum(ops.counts[cast] for cast in CASTS) // len(list(engine.model.parameters()))
+        found.append((ops.counts[READ], len(lists), len(reductions), norms, casts, flags))
     return found
 
 
@@ -87,12 +89,29 @@ def test_the_host_reads_once_a_step():
     cases = [(0, "fp32", 4), (1, "bf16", 4), (1, "bf16", 1)]
     cases += [(1, "fp32", 4), (2, "fp32", 1), (2, "bf16", 4), (3, "bf16", 1)]
     for rank in run_on_ranks(counted_steps, 2, cases):
-        for case, (reads, lists, reduced, norms, flags) in zip(cases, rank, strict=True):
+        for case, (reads, lists, reduced, norms, casts, flags) in zip(cases, rank, strict=True):
             assert (reads, lists) == (0, 1), case
             assert flags == (1, 10)
             if case[:2] == (1, "bf16"):
                 assert reduced == 4  # scored tokens, each group's gradients, the loss with flags
                 assert norms == 0, "a norm for each parameter is a kernel for each"
+                assert casts == 0, "gradients are added and copied as they are"
+
+
+def stale_sums(ranks) -> list[float]:
+    """The largest gradients that are reduced for parameters without one, after a step with some."""
+    config = make_config(1, 4, "bf16")
+    engine = Engine(build_model(config, VOCAB), config, ranks)
+    engine.train_step(rows_of(global_batch(0), ranks), 1e-3)
+    sums = engine.deepspeed.optimizer.get_grads_for_reduction()[0]
+    before = max(float(x.abs().max()) for x in sums)
+    engine.deepspeed._reduce_non_expert_gradients(sums, 0)
+    return [before, *(float(x.abs().max()) for x in sums)]
+
+
+def test_a_parameter_without_a_gradient_keeps_none_of_the_last_step():
+    for before, *after in run_on_ranks(stale_sums, 2):
+        assert before > 0 and not any(after)
 
 
 def bits(ranks, stage: int, precision: str) -> list[tuple]:
