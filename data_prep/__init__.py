@@ -1,7 +1,7 @@
-"""From raw text to token shards: `python -m data_prep.prepare`, `inspect` and `adopt`.
+"""Convert raw text to token shards: `python -m data_prep.prepare`, `inspect` and `adopt`.
 
-Runs from the checkout; only `cat_lm` is an installed package. Stages import one way: `assemble`,
-`encode`, `sources`.
+The package runs from a checkout; only `cat_lm` is installed. `assemble` imports `encode`, which
+imports `sources`.
 """
 
-import cat_lm  # noqa: F401 -- before all others: it drops the working directory from the path
+import cat_lm  # noqa: F401 -- must be first: it removes the working directory from the path

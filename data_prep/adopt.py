@@ -1,4 +1,4 @@
-"""Token shards made elsewhere as prepared data: python -m data_prep.adopt PREFIX … --out DIR."""
+"""Turn token shards of other tools into prepared data: python -m data_prep.adopt PREFIX …"""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LINKS = ("hard", "symbolic", "copy")
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line, checked as far as it can be without reading anything."""
+    """Parse the command line, and check what can be checked without reading files."""
     parser = Parser(
         prog="python -m data_prep.adopt",
         description="Makes a prepared folder of .bin/.idx files that GPT-NeoX's or Megatron-LM's "
@@ -27,7 +27,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "prefixes",
         nargs="+",
         metavar="[NAME=]PREFIX",
-        help="training data: a path without .bin and .idx; NAME is what the set is called "
+        help="training data: a path without .bin and .idx; NAME is the name of the set "
         "(default: the file's name)",
     )
     add(
@@ -35,13 +35,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="[NAME=]PREFIX",
-        help="held-out data of the same kind",
+        help="validation data: paths without .bin and .idx",
     )
     add(
         "--validation-documents",
         type=whole(numbers.DOCUMENTS),
         metavar="N",
-        help="instead: hold out the last N documents of the last PREFIX (with --link copy)",
+        help="instead of --validation: hold out the last N documents of the last PREFIX (with "
+        "--link copy)",
     )
     add(
         "--tokenizer",
@@ -55,14 +56,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--documents",
         choices=DOCUMENTS,
         default="marks",
-        help="what a document is: what the index marks (default), each sequence (what GPT-NeoX "
-        "takes for one; its merged files have no marks), or what ends with EOD",
+        help="what a document is: what the index marks (default), each sequence (as in GPT-NeoX, "
+        "whose merged files have no marks), or all tokens up to an EOD",
     )
     add(
         "--link",
         choices=LINKS,
         default="hard",
-        help="how the .bin files come into DIR (default: hard links, on the same file system)",
+        help="how to put the .bin files into DIR (default: hard links, on the same file system)",
     )
     add("--out", required=True, type=output_path, metavar="DIR", help="folder for the result")
     arguments = parser.parse_args(argv)

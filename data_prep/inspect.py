@@ -1,4 +1,4 @@
-"""The contents and integrity of prepared data: python -m data_prep.inspect DIR."""
+"""Show and check the contents of prepared data: python -m data_prep.inspect DIR."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from cat_lm.core.outputs import claim_file, claim_outputs
 
 EXIT_CODES = """exit codes:
   0  intact
-  1  intact, but with the duplicates that --fail-on-duplicates names
+  1  intact, with duplicates of the type in --fail-on-duplicates
   2  damaged (one line on stderr, all findings in --json), no prepared data, or a wrong argument
 """
 HELP = {
-    "folder": "what data_prep.prepare made",
-    "--samples": "documents and windows to show",
-    "--context-length": "length of the windows whose edges are shown (default: 2048)",
+    "folder": "folder that data_prep.prepare has written",
+    "--samples": "number of documents and windows to show (default: 2)",
+    "--context-length": "tokens per window; the edges of windows are shown (default: 2048)",
     "--no-checksums": "check sizes, headers and counts only",
-    "--no-duplicates": "do not look for documents with the same tokens (that reads all shards once "
-    "more and takes 8 bytes of --scratch for each document)",
-    "--fail-on-duplicates": "exit with 1 where a validation document is in train (across), or any "
-    "document occurs twice (any)",
+    "--no-duplicates": "do not search for documents with the same tokens (the search reads all "
+    "shards again and needs 8 bytes of --scratch per document)",
+    "--fail-on-duplicates": "exit with code 1 if a validation document is in train (across), or "
+    "any document occurs twice (any)",
     "--workers": "processes that read shards (default: all cores)",
-    "--scratch": "for temporary files (default: the system's)",
-    "--out": "write document_lengths.png there",
-    "--json": "write the findings here",
+    "--scratch": "folder for temporary files (default: the system's)",
+    "--out": "folder for the plot document_lengths.png",
+    "--json": "JSON file for the findings",
 }
 
 
@@ -68,7 +68,7 @@ def _check(arguments: argparse.Namespace) -> None:
     if (scratch := arguments.scratch) is not None and not scratch.is_dir():
         what = "not a folder" if scratch.exists() else "no such folder"
         raise UserError(f"--scratch {scratch}: {what}")
-    # Before the work of which they take the result.
+    # Check the outputs before the work.
     if arguments.json is not None:
         claim_file(arguments.json, "--json", "python -m data_prep.inspect")
     if arguments.out is not None:

@@ -1,4 +1,4 @@
-"""Raw text to token shards: python -m data_prep.prepare --source … --tokenizer … --out DIR."""
+"""Convert text to token shards: python -m data_prep.prepare --source … --tokenizer … --out DIR."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from data_prep.sources.presets import HUB_PREFIX, PRESETS, SET_KEY, TEXT_KEY
 RAW = "raw-bytes"
 REPOSITORIES = ("hub", "slimpajama")
 KINDS = ("python-stdlib", "files", *REPOSITORIES, RAW)
-# What raw-bytes reads; it chooses nothing and has one document a split.
+# The options of raw-bytes, which selects no documents: a split is one document.
 RAW_OPTIONS = {"source", "path", "splits", "tokenizer", "out"}
 LIMITS = ("max_documents", "max_bytes")
-# The first so many documents are no uniform subset: a budget among them would mean nothing.
+# --max-documents and --max-bytes take the first documents, which are no uniform subset.
 EXCLUSIVE = (
     *((choice, limit) for choice in ("tokens", "mixture", "repeat") for limit in LIMITS),
     ("repeat", "mixture"),
@@ -35,53 +35,54 @@ HELP = {
     ".zst, .zstd, .bz2, .xz), json.gz and the like of JSON lines, parquet; hub, slimpajama and "
     "known data sets: hub:OWNER/NAME[/FOLDER][@REVISION], or a folder with a copy of it; "
     "raw-bytes: a file, such as enwik8",
-    "--splits": "raw-bytes: the bytes of train, validation and test, in this order, as 90M,5M,5M; "
-    "the last may be left out",
-    "--validation-path": "files: held-out text of your own, instead of a fraction",
+    "--splits": "raw-bytes: number of bytes of train, validation and test, such as 90M,5M,5M; test "
+    "may be left out",
+    "--validation-path": "files: path of the validation text, instead of --validation-fraction",
     "--text-key": f"key of the text in jsonl and parquet (default: {TEXT_KEY})",
-    "--set-key": "key of a document's named set, dots lead into objects (default: a known data "
-    f"set's own, or {SET_KEY})",
+    "--set-key": "key of the name of a document's set, with dots into nested objects (default: "
+    f"that of a known data set, or {SET_KEY})",
     "--document-separator": r"what separates documents in txt and md files, such as '\n\n' "
     "(default: a file is a document)",
-    "--max-malformed": "bear so many records that are no documents; they are listed in "
-    "DIR/malformed.log (default: 0.01%%)",
+    "--max-malformed": "number or share of records without a valid document that are tolerated "
+    "and listed in DIR/malformed.log (default: 0.01%%)",
     "--tokenizer": "tokenizer.json or a folder, a sentencepiece *.model, OWNER/NAME[@REVISION] on "
     "the Hub, train:sentencepiece:VOCAB, or bytes",
     "--eod-token": "end-of-document token (default: the tokenizer's own)",
-    "--shard-tokens": "size of a shard (default: 500M)",
-    "--validation-fraction": "share of documents held out, unless the source has its own split; of "
-    "a single document, the share at its end (default: 0.05)",
-    "--seed": "decides which documents are held out, and which ones a part of a set consists of "
+    "--shard-tokens": "tokens per shard (default: 500M)",
+    "--validation-fraction": "fraction of documents for validation, unless the source has its own "
+    "split; of a single document, the fraction at its end (default: 0.05)",
+    "--seed": "seed that selects the validation documents, and the documents of a subset of a set "
     "(default: 0)",
-    "--exclude": "no files whose path below --path, --validation-path or the standard library's "
-    "folder matches, such as 'encodings/*'; * stands for / too",
-    "--files-share": "hub, slimpajama: only this share of the training files, chosen by a hash of "
-    "the seed and their names, such as 0.02 of a set of terabytes",
-    "--sets": "only documents of these sets",
-    "--exclude-sets": "no documents of these sets",
-    "--tokens": "training tokens of the result, such as 15B: a uniform subset of the documents "
-    "that the seed decides, the same on every machine",
-    "--mixture": "shares of the training tokens; other sets are left out. With --tokens, sets with "
-    "too little text are repeated; without it, the result is as large as it gets unrepeated",
+    "--exclude": "leave out files whose path below --path, --validation-path or the standard "
+    "library's folder matches, such as 'encodings/*'; * also matches /",
+    "--files-share": "hub, slimpajama: fraction of the training files to read, selected by a hash "
+    "of the seed and their names, such as 0.02 of terabytes",
+    "--sets": "names of the sets to include (default: all)",
+    "--exclude-sets": "names of sets to leave out",
+    "--tokens": "number of training tokens of the result, such as 15B; the seed selects a uniform "
+    "subset of the documents, the same on every machine",
+    "--mixture": "weights of sets by training tokens; other sets are left out. With --tokens, sets "
+    "with too little text are repeated; without it, the result is as large as possible without "
+    "repetition",
     "--max-repeats": "how often --mixture may use a set (default: 4)",
-    "--repeat": "use sets more than once, such as 2 or 1.5 times",
+    "--repeat": "how often to use sets, such as 2 or 1.5 times",
     "--max-documents": "stop after this many documents",
     "--max-bytes": "stop after this many bytes of text",
     "--out": "folder for the result",
-    "--scratch": "folder for the parts (default: in --out); several machines need one that they "
-    "share",
-    "--workers": "processes (default: all cores)",
-    "--stage": "encode: files to parts; assemble: parts to shards, and whatever is still missing; "
-    "all: both (default)",
-    "--task": "with --stage encode: the units of task I (from 0) of N",
-    "--estimate": "only tell what disk and time it would take",
-    "--overwrite": "replace other data in the folder, once the new ones are complete: what its "
-    "manifest lists goes, all else stays",
+    "--scratch": "folder for intermediate files (default: in --out); several machines need a "
+    "shared one",
+    "--workers": "number of processes (default: all cores)",
+    "--stage": "encode: input files to parts; assemble: parts to shards, after encoding what is "
+    "missing; all: both (default)",
+    "--task": "with --stage encode: do the work of task I (from 0) of N, such as 3/8",
+    "--estimate": "only print estimates of disk space and time",
+    "--overwrite": "replace prepared data in --out when the new ones are complete; only files that "
+    "its manifest lists are deleted",
 }
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Return the command line, checked as far as it can be without reading anything."""
+    """Parse the command line, and check what can be checked without reading files."""
     parser = Parser(
         prog="python -m data_prep.prepare",
         usage="%(prog)s --source SOURCE [--path PATH] --tokenizer SPEC --out DIR [options]",
@@ -92,11 +93,11 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     _add_source(parser.add_argument_group("text"))
     _add_tokens(parser.add_argument_group("tokens"))
-    _add_choice(parser.add_argument_group("choice of documents"))
+    _add_selection(parser.add_argument_group("choice of documents"))
     _add_running(parser.add_argument_group("running"))
     arguments = parser.parse_args(argv)
     _check_raw(arguments, parser)
-    _look_up_source(arguments)
+    _resolve_source(arguments)
     _check(arguments)
     return arguments
 
@@ -108,13 +109,13 @@ def _add(group: Any, flag: str, type: Any = None, metavar: str | None = None, **
 def _add_source(group: Any) -> None:
     _add(group, "--source", metavar="SOURCE", required=True)
     _add(group, "--path", path_name, action=Once)
-    _add(group, "--splits", amounts.split_sizes, "N,N,N")
+    _add(group, "--splits", amounts.parse_split_sizes, "N,N,N")
     _add(group, "--validation-path", path_name, "PATH", action=Once)
     flags = ("--text-key", "--text-column")
     group.add_argument(*flags, metavar="KEY", help=HELP["--text-key"])
-    _add(group, "--set-key", amounts.key_path, "KEY")
-    _add(group, "--document-separator", amounts.separator, "TEXT")
-    _add(group, "--max-malformed", amounts.limit, "N|SHARE", default="0.01%")
+    _add(group, "--set-key", amounts.parse_key_path, "KEY")
+    _add(group, "--document-separator", amounts.parse_separator, "TEXT")
+    _add(group, "--max-malformed", amounts.parse_limit, "N|SHARE", default="0.01%")
 
 
 def _add_tokens(group: Any) -> None:
@@ -123,17 +124,17 @@ def _add_tokens(group: Any) -> None:
     _add(group, "--shard-tokens", whole(TOKENS.at_least(1)), "N", default=500_000_000)
 
 
-def _add_choice(group: Any) -> None:
+def _add_selection(group: Any) -> None:
     _add(group, "--validation-fraction", number(FRACTION, above=0), "SHARE", default=0.05)
     _add(group, "--seed", whole(SEED), "N", default=0)
-    _add(group, "--exclude", amounts.names, "GLOB,GLOB", action=Once)
+    _add(group, "--exclude", amounts.parse_names, "GLOB,GLOB", action=Once)
     _add(group, "--files-share", number(FRACTION, above=0), "SHARE")
-    _add(group, "--sets", amounts.names, "NAME,NAME", action=Once)
-    _add(group, "--exclude-sets", amounts.names, "NAME,NAME", action=Once)
+    _add(group, "--sets", amounts.parse_names, "NAME,NAME", action=Once)
+    _add(group, "--exclude-sets", amounts.parse_names, "NAME,NAME", action=Once)
     _add(group, "--tokens", whole(TOKENS.at_least(1)), "N")
-    _add(group, "--mixture", amounts.numbers_by_set, "SET=WEIGHT,…", action=Once)
+    _add(group, "--mixture", amounts.parse_numbers_by_set, "SET=WEIGHT,…", action=Once)
     _add(group, "--max-repeats", whole(REPEATS), "N", default=4)
-    _add(group, "--repeat", amounts.numbers_by_set, "SET=TIMES,…", action=Once)
+    _add(group, "--repeat", amounts.parse_numbers_by_set, "SET=TIMES,…", action=Once)
     _add(group, "--max-documents", whole(DOCUMENTS), "N")
     _add(group, "--max-bytes", whole(TEXT_BYTES), "N")
 
@@ -143,13 +144,13 @@ def _add_running(group: Any) -> None:
     _add(group, "--scratch", output_path, "DIR")
     _add(group, "--workers", whole(WORKERS), "N", default=len(os.sched_getaffinity(0)))
     _add(group, "--stage", choices=("all", "encode", "assemble"), default="all")
-    _add(group, "--task", amounts.task, "I/N")
+    _add(group, "--task", amounts.parse_task, "I/N")
     for flag in ("--estimate", "--overwrite"):
         group.add_argument(flag, action="store_true", help=HELP[flag])
 
 
 def _check_raw(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Refuse what says nothing with or without raw-bytes."""
+    """Raise UserError for options that have no effect with or without raw-bytes."""
     if arguments.source != RAW:
         if arguments.splits is not None:
             raise UserError(f"--splits: only with --source {RAW}")
@@ -165,8 +166,8 @@ def _check_raw(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
         raise UserError(f"--tokenizer: --source {RAW} has bytes for ids; give bytes")
 
 
-def _look_up_source(arguments: argparse.Namespace) -> None:
-    """Put a kind and a path in the place of a data set's name, and the keys that it has."""
+def _resolve_source(arguments: argparse.Namespace) -> None:
+    """Replace the name of a known data set or a Hub path by its kind, path and keys."""
     given, preset = arguments.source, PRESETS.get(arguments.source)
     arguments.preset = given if preset else None
     if given.startswith(HUB_PREFIX):
@@ -210,9 +211,9 @@ def _flag(name: str) -> str:
 @command
 def main() -> None:
     arguments = parse_arguments()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends cleanly, as Ctrl-C does
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # End as after Ctrl-C.
     announce(f"{arguments.out}: preparing {arguments.source}")
-    # Set before the library starts its threads; the preparation brings its own processes.
+    # The work is divided among processes. Set this before the library starts its threads.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if arguments.source == RAW:
         from data_prep.assemble import raw_bytes

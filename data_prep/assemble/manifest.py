@@ -1,4 +1,4 @@
-"""The manifest of prepared data, and the summary of it that is printed."""
+"""Build the manifest of prepared data, and print a summary of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cat_lm.data.tokenizers import TokenizerInfo
 from data_prep.sources.base import UNKNOWN_SET
 from data_prep.sources.repository import KNOWN_SETS
 
-# Of validation tokens: below, the loss depends on the few documents that happen to be held out.
+# Below this number of validation tokens, the loss depends on the choice of few documents.
 FEW_TOKENS = 10_000
 COUNTS = ("documents", "tokens", "bytes")
 
@@ -28,13 +28,13 @@ def build_manifest(
     token_counts: dict[str, np.ndarray],
     contents: dict[str, Any],
 ) -> dict:
-    """Return all there is to say of the data; the same for every machine, worker and kill.
+    """Return the manifest, which does not depend on machines, workers or interruptions.
 
     Args:
-        arguments: what was asked for, with a description of the `source`.
-        shards: of each split.
-        token_counts: of each split, int64 [vocab_size].
-        contents: entries on documents and sets.
+        arguments: the arguments of the preparation, with a description of the `source`.
+        shards: the shards of each split.
+        token_counts: the number of each token in each split, int64 [vocab_size].
+        contents: further entries about documents and sets.
     """
     splits = {
         split: {**sum_counts(found), "shards": [shard.to_json() for shard in found]}
@@ -60,13 +60,13 @@ def build_manifest(
 
 
 def sum_counts(infos: Iterable[ShardInfo]) -> dict[str, int]:
-    """Return the documents, tokens and bytes of some shards."""
+    """Return the sums of documents, tokens and bytes of shards."""
     found = list(infos)
     return {key: sum(getattr(info, key) for info in found) for key in COUNTS}
 
 
 def print_counts(manifest: dict) -> None:
-    """Print the counts of the splits and of the sets, and warn of little validation text."""
+    """Print the counts of splits and sets, and a warning about too little validation text."""
     for split, counts in manifest["splits"].items():
         print(
             f"{split}: {counts['documents']:,} documents, {counts['tokens']:,} tokens, "
@@ -79,10 +79,10 @@ def print_counts(manifest: dict) -> None:
         parts = ", ".join(f"{split} {c['tokens']:,} tokens" for split, c in by_split.items())
         train = by_split.get("train")
         share = f", {train['tokens'] / total:.2%} of train" if train else ""
-        print(f"  {name}: {parts}{share}{_copies(manifest, name)}")
+        print(f"  {name}: {parts}{share}{_format_copies(manifest, name)}")
     print(f"unigram loss: {manifest['unigram_loss']:.4f} nats a token")
     documents, tokens = (manifest["splits"]["validation"][key] for key in ("documents", "tokens"))
-    # The last part of a single text stands for it, as long as there is enough.
+    # If the training split is a single document too, its end is a fair validation text.
     is_alone = documents == 1 and manifest["splits"]["train"]["documents"] > 1
     if is_alone or tokens < FEW_TOKENS:
         what = "a single document" if documents == 1 else f"{documents:,} documents"
@@ -93,7 +93,7 @@ def print_counts(manifest: dict) -> None:
 
 
 def print_summary(manifest: dict, is_slimpajama: bool) -> None:
-    """Print the counts of chosen documents, and what was left out of them."""
+    """Print the counts of the selected documents and of those that were left out."""
     print_counts(manifest)
     if manifest["empty_documents"]:
         print(f"left out: {manifest['empty_documents']:,} documents without text")
@@ -107,7 +107,7 @@ def print_summary(manifest: dict, is_slimpajama: bool) -> None:
             print(f"note: {number:,} documents of a set that SlimPajama does not have: {name!r}")
 
 
-def _copies(manifest: dict, name: str) -> str:
+def _format_copies(manifest: dict, name: str) -> str:
     copies = manifest.get("selection", {}).get(name)
     if copies is None or (copies["whole"] == 1 and copies["subset_below"] is None):
         return ""
@@ -118,9 +118,9 @@ def _copies(manifest: dict, name: str) -> str:
 
 
 def unigram_loss(train: np.ndarray, validation: np.ndarray) -> float:
-    """Return nats per validation token under the training split's add-one-smoothed unigram model.
+    """Return the validation loss, in nats per token, of an add-one-smoothed unigram model.
 
-    `train` and `validation` count each token of a split: int64 [vocab_size].
+    `train` and `validation` have the number of each token in a split, int64 [vocab_size].
     """
     log_probability = np.log(train + 1.0) - np.log(train.sum() + len(train))
     return float(-(validation * log_probability).sum() / validation.sum())

@@ -1,15 +1,15 @@
-"""The output folder of a preparation: who may write to it, and what is in it after a kill.
+"""The output folder of a preparation: its locks, and its contents before and after completion.
 
-    .prepare.lock      held while a preparation runs (by the kernel: a kill releases it)
-    .setup.lock        held while one of several that run together begins or takes up the work
-    unfinished/        a temporary folder of this program, in which the result grows
-      preparation.json   the arguments, and what --scratch was
-      parts/             the parts and all that a restart needs to know, unless --scratch has them
-      manifest.json      comes last; then all files of the result move up, the manifest last
-    manifest.json      the data are complete
+    .prepare.lock      locked while a preparation runs; the kernel unlocks it after a kill
+    .setup.lock        locked while one of several processes starts or resumes the work
+    unfinished/        a temporary folder of this program for the result
+      preparation.json   the arguments and the folder of --scratch
+      parts/             the parts and other state for a restart, unless --scratch is given
+      manifest.json      written last; then all files of the result move up, the manifest last
+    manifest.json      its presence means that the data are complete
 
-Earlier data stay until the new ones are complete; then what their manifest lists goes. All else is
-somebody else's: it stays, and is not written over.
+Earlier data are kept until the new ones are complete; then the files that their manifest lists are
+deleted. Other files belong to somebody else: they are neither deleted nor overwritten.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ from data_prep.encode.plan import TOKENIZER, TOKENIZER_FILES
 LOCK, SETUP_LOCK = ".prepare.lock", ".setup.lock"
 UNFINISHED, RECORD, PARTS, REPLACED = "unfinished", "preparation.json", "parts", "replaced.json"
 MALFORMED = "malformed.log"
-# Arguments that choose among the encoded documents: a change leaves the parts useful.
+# Arguments that select among the encoded documents: parts can be reused if only these change.
 SELECTING = {"sets", "exclude_sets", "tokens", "mixture", "repeat", "max_repeats", "shard_tokens"}
 _SHARD = r"(?:train|validation)-\d+\.(?:bin|idx)|shard-(?:train|validation)-\d+\.json"
 _FILE = rf"{_SHARD}|part-\d+\.\w+|(?:plan|assembly|preparation|manifest|replaced)\.json|{MALFORMED}"
 _TOKENIZER_FILE = "|".join(map(re.escape, TOKENIZER_FILES))
-# All that a preparation writes, and the temporary files of a killed one.
+# All files that a preparation writes, and temporary files that a kill has left.
 _OURS = re.compile(
     rf"{re.escape(NOTE)}|(?:{PARTS}/)?(?:{_FILE}|\.(?:{_FILE}|{MARK})\..+\.tmp)"
     rf"|{TOKENIZER}/(?:{_TOKENIZER_FILE}|\.(?:{_TOKENIZER_FILE})\..+\.tmp)"
 )
-# What is made of a choice of documents.
+# The files that depend on the selection of documents.
 _CHOSEN = re.compile(rf"{_SHARD}|{ASSEMBLY}|{MALFORMED}|{re.escape(NOTE)}")
 
 
 class Preparation(Versioned):
-    """A preparation under way: its arguments, and what --scratch was."""
+    """The schema of preparation.json: the arguments and --scratch of an unfinished preparation."""
 
     program: Literal["cat_lm data_prep.prepare"]
     identity: dict[str, Any]
@@ -72,7 +72,7 @@ class Preparation(Versioned):
 
 
 def finished_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
-    """Return what a manifest lists, and what belongs to it; but for itself."""
+    """Return the relative paths of all files that belong to a manifest, except the manifest."""
     shards = [shard["name"] for shard in listed_shards(manifest)]
     names = [f"{name}{suffix}" for name in shards for suffix in (".bin", ".idx")]
     names += [*(f"{TOKENIZER}/{name}" for name in TOKENIZER_FILES), NOTE, *plan_files(folder)]
@@ -81,7 +81,7 @@ def finished_files(folder: Path, manifest: dict[str, Any]) -> list[str]:
 
 @dataclass(frozen=True)
 class OutputFolder:
-    """The folders that a command line names; `scratch` is what --scratch names, resolved."""
+    """The output folder of a command, and the absolute path of --scratch or None."""
 
     out: Path
     scratch: str | None
@@ -92,12 +92,12 @@ class OutputFolder:
 
     @property
     def staging(self) -> Path:
-        """Return the folder in which the result grows."""
+        """Return the temporary folder for the result."""
         return self.out / UNFINISHED
 
     @property
     def work(self) -> Path:
-        """Return the folder of the parts; the same in every run."""
+        """Return the folder of the parts, which is the same in every attempt."""
         if self.scratch is None:
             return self.staging / PARTS
         name = hashlib.sha256(str(resolve(self.out)).encode()).hexdigest()[:16]
@@ -105,7 +105,7 @@ class OutputFolder:
 
     @contextmanager
     def locked(self, shared: bool = False) -> Iterator[None]:
-        """Make the folder and lock it, alone or with others that encode parts (`shared`)."""
+        """Make the folder and lock it; with `shared`, other processes may encode parts as well."""
         try:
             self.out.mkdir(parents=True, exist_ok=True)
             lock = take_lock(self.out / LOCK, shared=shared, wait=False)
@@ -129,14 +129,14 @@ class OutputFolder:
                         (self.out / name).unlink(missing_ok=True)
 
     def setup_lock(self) -> Lock:
-        """Hold the lock under which the work is begun or taken up."""
+        """Return the lock that is held while the work is started or resumed."""
         return take_lock(self.out / SETUP_LOCK)
 
     def is_complete(self, identity: dict, overwrite: bool) -> bool:
-        """Return True if the folder holds the data that `identity` (the arguments) asks for.
+        """Return True if the folder has complete data of these arguments (`identity`).
 
         Raises:
-            UserError: it holds other data, or files of someone else.
+            UserError: the folder has other data, or other files.
         """
         if not self.out.is_dir():
             return False
@@ -149,42 +149,42 @@ class OutputFolder:
                     "this command; choose another folder"
                 )
             return False
-        found = read_manifest(self.out).get("arguments", {})  # an error for a manifest of others
+        found = read_manifest(self.out).get("arguments", {})  # Raises for another file format.
         if overwrite:
             return False
-        if not (differing := _differing(found, identity)):
+        if not (differing := _changed_keys(found, identity)):
             for split in SPLITS:
-                open_corpus(self.out, split)  # an error where a shard is gone or cut short
+                open_corpus(self.out, split)  # Raises if a shard is missing or cut short.
             return True
-        # One that --overwrite has begun continues without it.
+        # Work that was started with --overwrite continues without it.
         record = self.read() if is_marked(self.staging) else None
-        if record and not _differing(record.identity, identity):
+        if record and not _changed_keys(record.identity, identity):
             return False
-        changes = _changes(found, identity, differing)
+        changes = _describe_changes(found, identity, differing)
         raise UserError(
             f"--out {self.out}: holds data made otherwise ({changes}); choose another folder or "
             "give --overwrite"
         )
 
-    def tidy_complete(self) -> None:
-        """Remove what a kill has left beside complete data, unless a preparation runs there."""
-        # With a record it is an unfinished preparation of other data.
+    def remove_leftovers(self) -> None:
+        """Remove leftovers of a killed preparation beside complete data, unless one is running."""
+        # A folder with a record is an unfinished preparation of other data.
         if is_marked(self.staging) and not (self.staging / RECORD).exists():
             with suppress(Busy, OSError, UserError), take_lock(self.out / LOCK, wait=False):
                 self.remove()
                 (self.out / LOCK).unlink()
 
     def read(self) -> Preparation | None:
-        """Read the record of an unfinished preparation; return None where there is none.
+        """Return the record of an unfinished preparation, or None.
 
         Raises:
-            UserError: the file is not what this version of the command writes.
+            UserError: another version of the command wrote it, or it is damaged.
         """
         path = self.staging / RECORD
         return read_json(path, Preparation, "move it away") if os.path.lexists(path) else None
 
     def earlier_arguments(self, overwrite: bool) -> list[dict[str, Any]]:
-        """Return the arguments of unfinished work here, and unless `overwrite` of complete data."""
+        """Return the arguments of unfinished work, and without `overwrite` of complete data."""
         if not self.out.is_dir():
             return []
         record = self.read() if is_marked(self.staging) else None
@@ -193,20 +193,20 @@ class OutputFolder:
         earlier = [manifest.get("arguments", {}) for manifest in manifests]
         return [record.identity, *earlier] if record else earlier
 
-    def take_up(self, identity: dict, overwrite: bool, stage: str) -> None:
-        """Take up an unfinished preparation, or begin one.
+    def start_or_resume(self, identity: dict, overwrite: bool, stage: str) -> None:
+        """Resume an unfinished preparation, or start one.
 
-        Where only the choice of documents has changed, the parts stay.
+        The parts are reused if only the selection of documents has changed.
 
         Raises:
-            UserError: there is one with other arguments, unless `overwrite`, or one whose parts are
-                not at hand.
+            UserError: without `overwrite`, an unfinished preparation has other arguments, or its
+                parts are missing.
         """
         record = self.read()
-        differing = _differing(record.identity, identity) if record else []
+        differing = _changed_keys(record.identity, identity) if record else []
         if record and not overwrite:
             self._check_record(record, differing, identity, stage)
-        # Other sets under a limit are other documents; the same arguments are the same ones.
+        # Under a limit, other sets mean other documents; parts then cannot be reused.
         is_limited = identity["max_documents"] or identity["max_bytes"]
         reusable = not differing or (SELECTING.issuperset(differing) and not is_limited)
         if not (record and reusable and record.scratch == self.scratch and self.work.is_dir()):
@@ -232,8 +232,8 @@ class OutputFolder:
         if differing:
             raise UserError(
                 f"--out {self.out}: holds an unfinished preparation made otherwise "
-                f"({_changes(record.identity, identity, differing)}); give its arguments to "
-                "continue it, or --overwrite for these"
+                f"({_describe_changes(record.identity, identity, differing)}); give its arguments "
+                "to continue it, or --overwrite for these"
             )
         if record.scratch != self.scratch:
             raise UserError(
@@ -247,26 +247,26 @@ class OutputFolder:
             )
 
     def remove_temporary_files(self) -> None:
-        """Remove what killed processes have left between its making and its renaming."""
+        """Remove temporary files of killed processes."""
         for folder in (self.staging, self.work):
             left = (path.name for path in folder.glob(".*.tmp"))
             remove_files(folder, filter(_OURS.fullmatch, left))
 
     def publish(self, identity: dict) -> bool:
-        """Move a result that is whole into its place, where earlier data make room for it.
+        """Move a complete result into the output folder, and delete the earlier data there.
 
-        What a kill interrupts, the next call completes. Returns True if this call, or one that was
-        killed behind its last move, has put the data that `identity` asks for into their place.
+        If a kill interrupts it, the next call completes it. Return True if the output folder then
+        has complete data of `identity`, moved by this call or by one that was killed at its end.
         """
         if not is_marked(self.staging):
             return False
         if (self.staging / MANIFEST).is_file():
-            self._move_up()
+            self._replace_data()
         elif os.path.lexists(self.staging / RECORD) or not (self.out / MANIFEST).is_file():
             return False
-        return not _differing(read_manifest(self.out).get("arguments", {}), identity)
+        return not _changed_keys(read_manifest(self.out).get("arguments", {}), identity)
 
-    def _move_up(self) -> None:
+    def _replace_data(self) -> None:
         made = finished_files(self.staging, read_manifest(self.staging))
         made = [name for name in made if (self.staging / name).is_file()]
         replaced, current, earlier = self.staging / REPLACED, self.out / MANIFEST, []
@@ -285,13 +285,13 @@ class OutputFolder:
         for name in made:
             (self.out / name).parent.mkdir(exist_ok=True)
             os.replace(self.staging / name, self.out / name)
-        # Behind the last move it would tell of unfinished work.
+        # Delete the record before the last move, after which it would mean unfinished work.
         (self.staging / RECORD).unlink(missing_ok=True)
         os.replace(self.staging / MANIFEST, current)
         sync_directory(self.out)
 
     def remove(self) -> None:
-        """Remove the files of a preparation that is complete or given up; others stay."""
+        """Remove the temporary files of a complete or abandoned preparation, and no others."""
         for folder in filter(is_marked, (self.work, self.staging)):
             remove_files(folder, filter(_OURS.fullmatch, files_below(folder) - {MARK}))
             with suppress(OSError):
@@ -300,12 +300,16 @@ class OutputFolder:
                 remove_temporary(folder)
 
 
-def _differing(found: dict, identity: dict) -> list[str]:
-    return [k for k in identity if _decisive(k, found.get(k)) != _decisive(k, identity[k])]
+def _changed_keys(found: dict, identity: dict) -> list[str]:
+    return [
+        k
+        for k in identity
+        if _determining_part(k, found.get(k)) != _determining_part(k, identity[k])
+    ]
 
 
-def _decisive(key: str, value: object) -> object:
-    """Return the part of an argument that decides the result, such as a source's contents."""
+def _determining_part(key: str, value: object) -> object:
+    """Return the part of an argument that determines the result, such as a source's contents."""
     if key != "source" or not isinstance(value, dict) or not value.get("path"):
         return value
     if "contents_sha256" in value:
@@ -313,7 +317,7 @@ def _decisive(key: str, value: object) -> object:
     return {**value, "path": os.path.normpath(value["path"])}
 
 
-def _changes(found: dict, identity: dict, differing: list[str]) -> str:
+def _describe_changes(found: dict, identity: dict, differing: list[str]) -> str:
     changes = []
     for key in differing:
         was, now = found.get(key), identity[key]

@@ -1,4 +1,4 @@
-"""The steps of a preparation: plan, parts, choice of documents, shards, manifest."""
+"""The steps of a preparation: plan, parts, selection of documents, shards, manifest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from cat_lm.data.manifest import MANIFEST, SPLITS
 from cat_lm.data.tokenizers import check_spec, spec_sha256
 from data_prep.assemble.manifest import build_manifest, print_summary
 from data_prep.assemble.output_folder import MALFORMED, OutputFolder
-from data_prep.assemble.selection import Chooser, Selection, Shortage, limit_ends
+from data_prep.assemble.selection import DocumentSelector, Selection, Shortage, find_limit_ends
 from data_prep.assemble.shards import (
     ASSEMBLY,
     Assembly,
@@ -45,15 +45,15 @@ from data_prep.encode.plan import (
     coverage_for,
     held_out_fraction,
     make_tokenizer,
-    measure,
+    measure_source,
 )
 from data_prep.sources.base import Source, Unit, task_units, units_of
 from data_prep.sources.documents import Reading
 from data_prep.sources.open import open_source
 
-Counts = dict[str, dict[str, Counter]]  # by set and split
+Counts = dict[str, dict[str, Counter]]  # set -> split -> counts
 
-# The arguments that decide the result; workers, scratch and limits to errors do not.
+# The arguments that determine the result; others, such as --workers and --scratch, do not.
 DECISIVE = (
     *("tokenizer", "eod_token", "text_key", "document_separator", "validation_path"),
     *("validation_fraction", "seed", "max_documents", "max_bytes", "shard_tokens"),
@@ -62,7 +62,7 @@ DECISIVE = (
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Run the preparation that the command line asks for and print its summary."""
+    """Run the preparation of a command line, and print its summary."""
     check_spec(arguments.tokenizer)
     folder = OutputFolder.of(arguments.out, arguments.scratch)
     earlier = folder.earlier_arguments(arguments.overwrite)
@@ -73,21 +73,21 @@ def prepare(arguments: argparse.Namespace) -> None:
     is_complete = folder.is_complete(identity, arguments.overwrite)
     if not is_complete and arguments.estimate:
         with tempfile.TemporaryDirectory() as temporary:
-            _set_up(arguments, source, folder, Path(temporary) / TOKENIZER, None)
+            _plan_job(arguments, source, folder, Path(temporary) / TOKENIZER, None)
         return
-    if not is_complete:  # Complete data may lie where nothing can be written.
+    if not is_complete:  # Complete data may be in a read-only folder.
         check_output(arguments.out)
         if arguments.scratch is not None:
             check_output(arguments.scratch, "--scratch")
         with folder.locked(shared=arguments.stage == "encode"), disk_errors(arguments.out):
             is_complete = _prepare(arguments, source, folder, identity)
     if is_complete:
-        folder.tidy_complete()
+        folder.remove_leftovers()
         print(f"{folder.out}: already complete with these arguments, nothing to do")
 
 
 def _open_source(arguments: argparse.Namespace, earlier: list[dict[str, Any]]) -> Source:
-    """Open the source, a Hub repository at the commit at which `earlier` work has listed it."""
+    """Open the source; a Hub repository at the commit that `earlier` arguments have."""
     listed = [found["source"] for found in earlier if isinstance(found.get("source"), dict)]
     commits = [found.get("revision") for found in listed if found.get("path") == arguments.path]
     source = open_source(
@@ -108,20 +108,20 @@ def _open_source(arguments: argparse.Namespace, earlier: list[dict[str, Any]]) -
 def _prepare(
     arguments: argparse.Namespace, source: Source, folder: OutputFolder, identity: dict
 ) -> bool:
-    """Do the work; return True if it was done already. The folder is locked."""
+    """Prepare the data in the locked folder; return True if they were complete already."""
     with folder.setup_lock():
-        # What a kill interrupted is completed first.
+        # First complete what a kill has interrupted.
         if folder.publish(identity) or folder.is_complete(identity, arguments.overwrite):
             return True
-        folder.take_up(identity, arguments.overwrite, arguments.stage)
+        folder.start_or_resume(identity, arguments.overwrite, arguments.stage)
         if arguments.stage != "encode":
             folder.remove_temporary_files()
         tokenizer = folder.staging / TOKENIZER
         plan = Plan.load(folder.work, tokenizer)
         try:
-            job = _set_up(arguments, source, folder, tokenizer, plan)
+            job = _plan_job(arguments, source, folder, tokenizer, plan)
         except UserError as error:
-            # A mistake that shows at once leaves nothing in the way of the next attempt.
+            # After an early error, leave nothing that would disturb the next attempt.
             if not is_temporary(error) and not any(folder.work.glob("p*.json")):
                 folder.remove()
             raise
@@ -137,34 +137,34 @@ def _prepare(
     return False
 
 
-def _set_up(
+def _plan_job(
     arguments: argparse.Namespace,
     source: Source,
     folder: OutputFolder,
     tokenizer: Path,
     plan: Plan | None,
 ) -> Job:
-    """Make the plan, or complete the one that is there; print the estimates.
+    """Make the plan, or extend an existing one, print the estimates, and return the job.
 
     Args:
-        tokenizer: the folder that a new plan's tokenizer goes into.
+        tokenizer: the folder for the tokenizer of a new plan.
     """
     start, spec = time.monotonic(), SelectionSpec.of(arguments)
     limits = (arguments.max_documents, arguments.max_bytes)
     rules = Rules(arguments.seed, arguments.validation_fraction, *limits)
-    # Among few documents it depends on the sets, which --overwrite may change.
+    # With few documents the fraction depends on the sets, which --overwrite may change.
     rules = replace(rules, validation_fraction=held_out_fraction(source, rules, spec))
     held_out = 0 if source.has_validation else int(rules.validation_fraction * PLACES)
     if plan is None or plan.validation_fraction != rules.validation_fraction:
         info = make_tokenizer(arguments.tokenizer, arguments.eod_token, tokenizer, source, rules)
-        measured = measure(source, rules, tokenizer, info)
+        measured = measure_source(source, rules, tokenizer, info)
         coverage = coverage_for(spec, measured, held_out)
         plan = Plan(info, rules.validation_fraction, coverage, measured)
     else:
         plan = replace(
             plan, coverage=plan.coverage.join(coverage_for(spec, plan.measured, held_out))
         )
-    light = copy.copy(source)  # goes to the workers with every unit
+    light = copy.copy(source)  # It is sent to the workers with every unit.
     light.parts, light.scratch = [], folder.work
     job = Job(
         folder.staging,
@@ -187,18 +187,20 @@ def _set_up(
 
 
 def assemble(job: Job, folder: OutputFolder, identity: dict, arguments: argparse.Namespace) -> None:
-    """Make what is left of the parts, then the shards, then the manifest; print the summary."""
+    """Make the missing parts, the shards and the manifest, and print the summary."""
     start = time.monotonic()
-    assembly = load_record(job.work / ASSEMBLY, Assembly) or _decide(job, folder, arguments)
+    assembly = load_record(job.work / ASSEMBLY, Assembly) or _select_documents(
+        job, folder, arguments
+    )
     _write_shards(job, assembly)
     info, dtype = job.plan.tokenizer, job.encoding.dtype
     shards: dict[str, list] = {split: [] for split in SPLITS}
     counts = {split: np.zeros(info.vocab_size, dtype=np.int64) for split in SPLITS}
     for planned in assembly.shards:
-        made = _finished(job, planned.name, assembly.key)
+        made = _read_finished_shard(job, planned.name, assembly.key)
         shards[planned.split].append(made.shard)
         counts[planned.split] += np.array(made.counts)
-    contents = _contents(assembly, job.encoding.source)
+    contents = _describe_contents(assembly, job.encoding.source)
     manifest = build_manifest(identity, info, dtype, shards, counts, contents)
     write_json(job.staging / MANIFEST, manifest)
     folder.publish(identity)
@@ -207,7 +209,7 @@ def assemble(job: Job, folder: OutputFolder, identity: dict, arguments: argparse
     print(f"{folder.out}: complete (assembled in {time.monotonic() - start:.1f} s)")
 
 
-def _contents(assembly: Assembly, source: Source) -> dict[str, Any]:
+def _describe_contents(assembly: Assembly, source: Source) -> dict[str, Any]:
     left_out = [asdict(entry) for entry in source.left_out]
     return {
         "empty_documents": assembly.empty,
@@ -220,7 +222,7 @@ def _contents(assembly: Assembly, source: Source) -> dict[str, Any]:
 
 
 def _describe_selection(selection: Selection) -> dict:
-    """Return how often each set's training documents occur, and below which hash once more."""
+    """Return the repetitions of each set for the manifest: whole ones, and the subset's bound."""
     return {
         name: {
             "whole": copies.whole,
@@ -230,35 +232,37 @@ def _describe_selection(selection: Selection) -> dict:
     }
 
 
-def _finished(job: Job, name: str, key: str) -> ShardRecord | None:
+def _read_finished_shard(job: Job, name: str, key: str) -> ShardRecord | None:
     return finished_shard(job.work, job.staging, name, key, job.encoding.dtype)
 
 
-def _decide(job: Job, folder: OutputFolder, arguments: argparse.Namespace) -> Assembly:
-    """Choose the documents, encoding more of them where the estimates were too low."""
+def _select_documents(job: Job, folder: OutputFolder, arguments: argparse.Namespace) -> Assembly:
+    """Select the documents and plan the shards; encode more if the estimates were too low."""
     while True:
         units = job.complete_parts(job.units)
         seen, empty, malformed = _check_input(job, units, folder, arguments)
         parts = job.parts(units, sorted(seen))
         try:
-            chooser = Chooser(job.spec, parts, job.plan.coverage, job.held_out_below)
+            chooser = DocumentSelector(job.spec, parts, job.plan.coverage, job.held_out_below)
             selection = chooser.choose()
             break
         except Shortage as shortage:
             print("the estimate of what has to be encoded was too low: it is encoded again")
             job.cover(shortage.coverage)
-    selection.ends = limit_ends(job.encoding.rules, parts)
+    selection.ends = find_limit_ends(job.encoding.rules, parts)
     shards, counts = plan_shards(parts, selection, arguments.shard_tokens)
     for split in SPLITS:
         if split not in {shard.split for shard in shards}:
             folder.remove()
             raise UserError(
-                f"{_where(arguments)}: the {split} split comes out empty; change "
+                f"{_source_option(arguments)}: the {split} split comes out empty; change "
                 f"--validation-fraction (now {arguments.validation_fraction}) or --seed, cut texts "
                 "into documents with --document-separator, choose other --sets, or give "
                 "--validation-path"
             )
-    assembly = Assembly(selection, shards, _plain(counts), _plain(seen), empty, malformed)
+    assembly = Assembly(
+        selection, shards, _sort_counts(counts), _sort_counts(seen), empty, malformed
+    )
     write_record(job.work / ASSEMBLY, assembly)
     return assembly
 
@@ -266,11 +270,11 @@ def _decide(job: Job, folder: OutputFolder, arguments: argparse.Namespace) -> As
 def _check_input(
     job: Job, units: list[Unit], folder: OutputFolder, arguments: argparse.Namespace
 ) -> tuple[Counts, int, int]:
-    """Count the documents of the units by set and split, the empty ones, and the malformed.
+    """Return (counts of documents by set and split, empty documents, malformed records).
 
     Raises:
-        UserError: too many records are malformed, which malformed.log lists, no document has any
-            text, or a set is named that is not there.
+        UserError: too many records are malformed (malformed.log lists them), no document has any
+            text, or an option names a set that does not exist.
     """
     seen: Counts = {}
     records = [job.record(unit) for unit in units]
@@ -296,32 +300,36 @@ def _check_input(
         )
     if not documents:
         folder.remove()
-        raise UserError(f"{_where(arguments)}: empty input, no document with any text")
+        raise UserError(f"{_source_option(arguments)}: empty input, no document with any text")
     job.spec.check_names(seen)
     return seen, empty, malformed
 
 
-def _plain(counts: Counts) -> dict[str, dict[str, dict]]:
-    # Sets by name, and the splits in their usual order.
+def _sort_counts(counts: Counts) -> dict[str, dict[str, dict]]:
+    # Sort sets by name, and splits in their usual order.
     return {
         name: {split: dict(by_split[split]) for split in SPLITS if split in by_split}
         for name, by_split in sorted(counts.items())
     }
 
 
-def _where(arguments: argparse.Namespace) -> str:
+def _source_option(arguments: argparse.Namespace) -> str:
     path = f" --path {arguments.path}" if arguments.path else ""
     return f"--source {arguments.source}{path}"
 
 
 def _write_shards(job: Job, assembly: Assembly) -> None:
-    """Write the shards that are not there yet; remove parts as soon as no shard needs them."""
+    """Write the missing shards, and remove parts as soon as no shard needs them."""
     key, info, dtype = assembly.key, job.plan.tokenizer, job.encoding.dtype
-    todo = {shard.name: shard for shard in assembly.shards if not _finished(job, shard.name, key)}
+    todo = {
+        shard.name: shard
+        for shard in assembly.shards
+        if not _read_finished_shard(job, shard.name, key)
+    }
     needs = Counter(unit for shard in todo.values() for unit in shard.units)
     units = [job.units[number] for number in sorted(needs)]
     job.complete_parts(units)
-    _release(job, {unit.number for unit in job.units} - set(needs))
+    _remove_parts(job, {unit.number for unit in job.units} - set(needs))
     parts = job.parts(units, assembly.selection.names)
     rest = (assembly.selection, job.staging, dtype, info.vocab_size, key)
     tasks = (ShardTask(shard, parts.of(shard.units), *rest) for shard in todo.values())
@@ -330,10 +338,10 @@ def _write_shards(job: Job, assembly: Assembly) -> None:
     with progress_bar("assembling shards", total) as bar:
         for name in run_tasks(write_shard, tasks, workers, bar.update):
             needs.subtract(todo[name].units)
-            _release(job, {unit for unit in todo[name].units if not needs[unit]})
+            _remove_parts(job, {unit for unit in todo[name].units if not needs[unit]})
 
 
-def _release(job: Job, units: set[int]) -> None:
-    # The record stays, by which what is left of the part counts as unfinished.
+def _remove_parts(job: Job, units: set[int]) -> None:
+    # Keep the part's record; without its files the part counts as unfinished.
     for unit in sorted(units):
         job.remove(unit, "bin", "docs")

@@ -1,7 +1,7 @@
-"""A file's bytes as they are, cut into train, validation and test: text8 and enwik8's splits.
+"""Cut a file's bytes into train, validation and test, such as the splits of text8 and enwik8.
 
-The ids are those of `--tokenizer bytes`. A split is one document and begins where the one before it
-ends, in the middle of a character too; that is how byte-level models are compared.
+The ids are those of `--tokenizer bytes`. A split is one document, and begins where the previous one
+ends, even within a character, as is usual in comparisons of byte-level models.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ def prepare(arguments: argparse.Namespace) -> None:
     """Write the splits of `arguments.path` and print a summary.
 
     Raises:
-        UserError: no such file, too few bytes in it, or an output folder with something else.
+        UserError: the file is missing or too short, or the output folder has other files.
     """
     out, file = arguments.out, Path(arguments.path)
     check_output(out)
-    source = _describe(file, arguments.splits)
+    source = _describe_source(file, arguments.splits)
     if out.is_dir() and any(out.iterdir()):
         is_prepared = (out / MANIFEST).is_file()
         if not is_prepared or read_manifest(out).get("source") != source:
             what = "holds data made otherwise" if is_prepared else "is not empty"
             raise UserError(f"--out {out}: {what}; choose another folder")
         for split in source["splits"]:
-            open_corpus(out, split)  # an error where a shard is gone or cut short
+            open_corpus(out, split)  # Raises if a shard is missing or cut short.
         print(f"{out}: already complete with these arguments, nothing to do")
         return
     with atomic_folder(out, flag="--out") as made:
-        manifest = _make(made, file, source)
+        manifest = _write_data(made, file, source)
     print_counts(manifest)
     if (end := sum(source["splits"].values())) < source["file_bytes"]:
         print(f"left out: the last {source['file_bytes'] - end:,} bytes of {file}")
     print(f"{out}: complete")
 
 
-def _describe(file: Path, sizes: list[int]) -> dict:
+def _describe_source(file: Path, sizes: list[int]) -> dict:
     if not file.is_file():
         what = "is no file" if file.exists() else "no such file"
         raise UserError(f"--path {file}: {what}; raw-bytes reads one file, such as text8")
@@ -68,7 +68,7 @@ def _describe(file: Path, sizes: list[int]) -> dict:
     return {**known, "contents_sha256": digest, "splits": splits}
 
 
-def _make(made: Path, file: Path, source: dict) -> dict:
+def _write_data(made: Path, file: Path, source: dict) -> dict:
     info = build_tokenizer("bytes", made / TOKENIZER, lambda: ())
     dtype = token_dtype(info.vocab_size)
     shards, counts, start = {}, {}, 0

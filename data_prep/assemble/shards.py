@@ -1,4 +1,4 @@
-"""Final shards out of parts: where each begins and ends, and the writing of one of them."""
+"""Plan the final shards, and write them from parts."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from data_prep.encode.parts import Parts, disk_errors, load_record, part_path, w
 
 ASSEMBLY = "assembly.json"
 BLOCK_TOKENS = 1 << 22
-# The held-out split goes first: it is small and reads all parts, which the other one then frees.
+# The validation split comes first: it is small and reads all parts, which train then frees.
 ORDER = ("validation", "train")
 
 
 @dataclass
 class PlannedShard:
-    """A shard to be: its name, its counts, and its pieces (pass, unit, first document, number).
+    """The plan of a shard: its name, its counts, and its pieces.
 
-    Documents are counted among those that the pass takes from the unit.
+    A piece is (pass, unit, first document, number of documents), where documents are counted among
+    those that the pass selects from the unit.
     """
 
     split: str
@@ -49,10 +50,10 @@ class PlannedShard:
 def plan_shards(
     parts: Parts, selection: Selection, shard_tokens: int
 ) -> tuple[list[PlannedShard], dict[str, dict[str, Counter]]]:
-    """Return all shards in the order in which they are made, and counts by set and split.
+    """Return all shards in the order of writing, and the counts by set and split.
 
-    A shard takes documents in order until the next one would make it larger than `shard_tokens`;
-    a document that is larger than that has a shard of its own.
+    A shard is filled with documents in order until the next one would exceed `shard_tokens`. A
+    larger document has a shard of its own.
     """
     shards: list[PlannedShard] = []
     counts: dict[str, dict[str, Counter]] = {}
@@ -60,14 +61,16 @@ def plan_shards(
         made: list[PlannedShard] = []
         for number in range(selection.passes if split == "train" else 1):
             for unit, documents in parts.scan():
-                taken = selection.chosen(documents, unit, parts.unit_splits[unit], split, number)
-                _cut(made, split, number, unit, documents[taken], shard_tokens)
-                _count(counts, parts.names, split, documents[taken])
+                taken = selection.select_indices(
+                    documents, unit, parts.unit_splits[unit], split, number
+                )
+                _append_documents(made, split, number, unit, documents[taken], shard_tokens)
+                _add_counts(counts, parts.names, split, documents[taken])
         shards += made
     return shards, counts
 
 
-def _cut(
+def _append_documents(
     shards: list[PlannedShard],
     split: str,
     number: int,
@@ -75,7 +78,7 @@ def _cut(
     documents: np.ndarray,
     shard_tokens: int,
 ) -> None:
-    """Append documents that a pass takes from a unit to the last shard, and to new ones."""
+    """Append the documents that a pass selects from a unit to the last shard and to new ones."""
     ends = np.cumsum(documents["length"], dtype=np.int64)
     first = 0
     while first < len(documents):
@@ -87,25 +90,25 @@ def _cut(
             stop = max(first + 1, int(np.searchsorted(ends, before + shard_tokens, side="right")))
         shard, some = shards[-1], documents[first:stop]
         shard.pieces.append((number, unit, first, len(some)))
-        for name, size in _sums(some).items():
+        for name, size in _sum_sizes(some).items():
             setattr(shard, name, getattr(shard, name) + size)
         first = stop
 
 
-def _count(counts: dict, names: list[str], split: str, documents: np.ndarray) -> None:
+def _add_counts(counts: dict, names: list[str], split: str, documents: np.ndarray) -> None:
     for index in np.unique(documents["set"]).tolist():
         found = counts.setdefault(names[index], {}).setdefault(split, Counter())
-        found.update(_sums(documents[documents["set"] == index]))
+        found.update(_sum_sizes(documents[documents["set"] == index]))
 
 
-def _sums(documents: np.ndarray) -> dict[str, int]:
+def _sum_sizes(documents: np.ndarray) -> dict[str, int]:
     tokens, size = (int(documents[key].sum(dtype=np.int64)) for key in ("length", "bytes"))
     return {"documents": len(documents), "tokens": tokens, "bytes": size}
 
 
 @dataclass(frozen=True)
 class ShardTask:
-    """A shard to be written into `folder`, out of `parts`."""
+    """The task of writing a shard into `folder` from `parts`."""
 
     shard: PlannedShard
     parts: Parts
@@ -118,7 +121,7 @@ class ShardTask:
 
 @dataclass(frozen=True)
 class ShardRecord:
-    """A finished shard: the key of its plan, its entry, and how often it has each token."""
+    """A finished shard: the key of its plan, its manifest entry, and the count of each token."""
 
     key: str
     shard: ShardInfo
@@ -132,7 +135,7 @@ def _record_path(work: Path, name: str) -> Path:
 def finished_shard(
     work: Path, folder: Path, name: str, key: str, dtype: np.dtype
 ) -> ShardRecord | None:
-    """Describe a finished shard; None where it is not there, not whole, or of another plan."""
+    """Return the record of a finished shard; None if it is missing, cut, or of another plan."""
     record = load_record(_record_path(work, name), ShardRecord)
     if record is None or record.key != key:
         return None
@@ -145,11 +148,11 @@ def finished_shard(
 
 
 def write_shard(task: ShardTask, report: Callable[[int], object]) -> str:
-    """Write a shard, verified, then its record; `report` gets bytes of tokens."""
+    """Write and verify a shard, then its record; `report` is called with bytes written."""
     shard, work = task.shard, task.parts.work
     counts = np.zeros(task.vocab_size, dtype=np.int64)
     with disk_errors(task.folder), ShardWriter(task.folder, shard.name, task.dtype) as writer:
-        for tokens, documents in _blocks(task):
+        for tokens, documents in _read_blocks(task):
             writer.write(tokens, documents["length"], documents["bytes"])
             counts += np.bincount(tokens, minlength=task.vocab_size)
             report(tokens.nbytes)
@@ -157,31 +160,31 @@ def write_shard(task: ShardTask, report: Callable[[int], object]) -> str:
     found = (info.documents, info.tokens, info.bytes)
     if found != (shard.documents, shard.tokens, shard.bytes):
         raise RuntimeError(f"{shard.name}: {found} documents, tokens, bytes; planned was {shard}")
-    # It was read again before it got its name.
+    # The writer has read it back and compared its checksum.
     note_files(task.folder, shard_digests(info.to_json()))
     with disk_errors(work):
         write_record(_record_path(work, shard.name), ShardRecord(task.key, info, counts.tolist()))
     return shard.name
 
 
-def _blocks(task: ShardTask) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    # Some million tokens at a time, and their documents.
+def _read_blocks(task: ShardTask) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    # Yield a few million tokens at a time, and their documents.
     parts = task.parts
     for number, unit, first, count in task.shard.pieces:
         documents, split = parts.read(unit), parts.unit_splits[unit]
         stops = np.cumsum(documents["length"], dtype=np.int64)
-        chosen = task.selection.chosen(documents, unit, split, task.shard.split, number)
+        chosen = task.selection.select_indices(documents, unit, split, task.shard.split, number)
         chosen = chosen[first : first + count]
         path, size = part_path(parts.work, unit, "bin"), (parts.tokens[unit],)
         tokens = np.memmap(path, task.dtype, mode="r", shape=size)
         blocks = np.cumsum(documents["length"][chosen], dtype=np.int64) // BLOCK_TOKENS
         for some in np.split(chosen, np.flatnonzero(np.diff(blocks)) + 1):
             starts = stops[some] - documents["length"][some]
-            yield _gather(tokens, starts, stops[some]), documents[some]
+            yield _concatenate_ranges(tokens, starts, stops[some]), documents[some]
 
 
-def _gather(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
-    """Return these ranges of tokens, one behind the other; neighbours are copied together."""
+def _concatenate_ranges(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+    """Return the ranges of tokens, concatenated; adjacent ranges are copied together."""
     firsts = np.flatnonzero(np.append(True, starts[1:] != stops[:-1]))
     lasts = np.append(firsts[1:], len(starts)) - 1
     runs = zip(starts[firsts].tolist(), stops[lasts].tolist(), strict=True)
@@ -190,7 +193,7 @@ def _gather(tokens: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.nda
 
 @dataclass
 class Assembly:
-    """The plan of the assembly; once written, what has been decided stays, whatever is deleted."""
+    """The plan of the assembly, which is kept in a file and not recomputed after a restart."""
 
     selection: Selection
     shards: list[PlannedShard]
@@ -201,5 +204,5 @@ class Assembly:
 
     @cached_property
     def key(self) -> str:
-        """Return the identity of the shards: everything that decides them."""
+        """Return a hash of everything that determines the shards."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()

@@ -1,1 +1,1 @@
-"""Looking at prepared data: integrity, duplicates, lengths of documents, samples."""
+"""Check prepared data: integrity, duplicates, lengths of documents, samples."""

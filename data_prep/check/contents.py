@@ -1,4 +1,4 @@
-"""The contents of prepared data: lengths of documents and their picture, and decoded samples."""
+"""Show prepared data: a table and a plot of document lengths, and decoded samples."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ PICTURE = "document_lengths.png"
 QUANTILES = {"min": 0, "25%": 0.25, "50%": 0.5, "75%": 0.75, "max": 1}
 BINS_AN_OCTAVE = 2
 BAR_WIDTH = 40
-PIECES = 6  # shown of a sample: a piece ends with a document or a window
+PIECES = 6  # number of pieces of a sample to show; documents and windows end a piece
 PIECE_CHARACTERS = 160
 GAP = " … "
-# After Okabe and Ito, told apart by fill as well as by colour.
+# Colours of Okabe and Ito; the splits also differ in fill.
 TRAIN, VALIDATION = "#0072b2", "#d55e00"
 
 
 def count_lengths(corpus: TokenCorpus) -> pd.Series:
-    """Return how many documents of a split have each length in tokens, EOD included.
+    """Return the number of documents of a split for each length in tokens, EOD included.
 
     Raises:
-        UserError: the lengths cannot be.
+        UserError: the lengths do not add up to the tokens of the split.
     """
     of_shards = [
         pd.Series(np.diff(document_ends(shard), prepend=0)).value_counts()
@@ -43,12 +43,12 @@ def count_lengths(corpus: TokenCorpus) -> pd.Series:
 
 
 def describe_lengths(counts: pd.Series) -> dict:
-    """Return the quantiles, the mean, and the documents of lengths in [2^k, 2^(k+1))."""
+    """Return quantiles and mean of the lengths, and the number of documents in [2^k, 2^(k+1))."""
     if counts.empty:
         return {"quantiles": {}, "mean": None, "buckets": {}}
     running, total = counts.cumsum(), int(counts.sum())
     quantiles = {
-        # The shortest length that so large a share of the documents does not exceed.
+        # The shortest length that this share of the documents does not exceed.
         name: int(counts.index[np.searchsorted(running, max(1, np.ceil(share * total)))])
         for name, share in QUANTILES.items()
     }
@@ -75,7 +75,7 @@ def print_histogram(split: str, histogram: dict) -> None:
 
 
 def draw_lengths(splits: Mapping[str, pd.Series], context_length: int, file: Path) -> None:
-    """Draw shares of documents and of tokens by document length, for each split, as PNG."""
+    """Write a PNG with the shares of documents and tokens by document length for each split."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -111,16 +111,16 @@ def draw_lengths(splits: Mapping[str, pd.Series], context_length: int, file: Pat
 def print_samples(
     corpora: dict[str, TokenCorpus], encoder: DocumentEncoder, samples: int, context_length: int
 ) -> None:
-    """Print documents of each split, and windows of train, at even distances."""
+    """Print evenly spaced documents of each split and windows of train."""
     for split, corpus in corpora.items():
-        for index in _spread(corpus.num_documents, samples):
+        for index in _spaced_indices(corpus.num_documents, samples):
             start, stop = corpus.document(index)
             first, last = start // context_length, (stop - 1) // context_length
             windows = f"window {first:,}" if first == last else f"windows {first:,} to {last:,}"
             print(f"\n----- {split} document {index:,}: tokens {start:,} to {stop:,}, {windows}")
             print(_excerpt(corpus, encoder, start, stop, context_length))
     corpus = corpora["train"]
-    for window in _spread(corpus.num_tokens // context_length, samples):
+    for window in _spaced_indices(corpus.num_tokens // context_length, samples):
         start, stop = window * context_length, (window + 1) * context_length
         print(f"\n----- train window {window:,}: tokens {start:,} to {stop:,}")
         print(_excerpt(corpus, encoder, start, stop, context_length))
@@ -128,7 +128,7 @@ def print_samples(
         print("-----")
 
 
-def _spread(number: int, samples: int) -> Iterator[int]:
+def _spaced_indices(number: int, samples: int) -> Iterator[int]:
     count = min(number, samples)
     return (index * number // count for index in range(count))
 
@@ -136,7 +136,7 @@ def _spread(number: int, samples: int) -> Iterator[int]:
 def _excerpt(
     corpus: TokenCorpus, encoder: DocumentEncoder, start: int, stop: int, context_length: int
 ) -> str:
-    """Decode tokens, with marks where windows begin and documents end; long pieces are cut."""
+    """Return decoded tokens, with marks of window starts and document ends; long pieces are cut."""
     text = ""
     for number, (tokens, mark) in enumerate(_pieces(corpus, start, stop, context_length)):
         if number == PIECES:
@@ -145,7 +145,7 @@ def _excerpt(
         if len(piece) > PIECE_CHARACTERS + len(GAP):
             half = PIECE_CHARACTERS // 2
             piece = piece[:half] + GAP + piece[-half:]
-        text += printable(piece) + mark
+        text += replace_control_characters(piece) + mark
     return text
 
 
@@ -167,8 +167,8 @@ def _pieces(
         start = end
 
 
-def printable(text: str) -> str:
-    """Replace the control characters that would act on the terminal."""
+def replace_control_characters(text: str) -> str:
+    """Return a text with control characters replaced, which would affect the terminal."""
     return "".join(
         c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text
     )

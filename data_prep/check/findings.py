@@ -1,4 +1,4 @@
-"""The findings about a prepared folder, and their printed form."""
+"""Inspect a prepared folder, and print the findings."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ DUPLICATES = {
 
 
 def inspect(options: argparse.Namespace) -> bool:
-    """Print what is in `options.folder`, and write it where the command's options ask for it.
+    """Print the contents of `options.folder`, and write the plot and the JSON if asked for.
 
-    Returns True if there are duplicates that --fail-on-duplicates names.
+    Return True if there are duplicates of the type in --fail-on-duplicates.
 
     Raises:
-        UserError: data are damaged; names the first finding. Several are printed before, and all of
-            them are in `options.json`.
+        UserError: the data are damaged; the message has the first finding. If there are several,
+            all of them are printed before, and written to `options.json`.
     """
     manifest = read_manifest(options.folder)
     _print_manifest(options.folder, manifest)
@@ -76,11 +76,11 @@ def inspect(options: argparse.Namespace) -> bool:
 
 def _check(options: argparse.Namespace, manifest: dict) -> tuple[dict[str, TokenCorpus], list[str]]:
     try:
-        # Not by `open_corpus`, which ends at the first contradiction in the manifest.
+        # `open_corpus` would raise at the first contradiction in the manifest.
         corpora = {
             split: TokenCorpus(options.folder, split, manifest) for split in splits_of(manifest)
         }
-    except UserError as error:  # a shard is gone, or its size is not what the manifest says
+    except UserError as error:  # A shard is missing, or has another size than in the manifest.
         return {}, [str(error)]
     problems = list(manifest_problems(options.folder, manifest))
     if not problems and not options.no_checksums:

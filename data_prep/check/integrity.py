@@ -1,4 +1,4 @@
-"""Comparison of prepared data with their manifest, and exact duplicates, by reading all shards."""
+"""Compare prepared data with their manifest, and find exact duplicates, by reading all shards."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from data_prep.common.progress import progress_bar
 from data_prep.common.workers import run_tasks
 
 BLOCK_TOKENS = 1 << 22
-PART_DOCUMENTS = 1 << 22  # about as many are sorted, and compared, at a time
-SMALL_BYTES = 1 << 26  # read before other processes have started
-EXAMPLES = 5  # of duplicates of each kind
+PART_DOCUMENTS = 1 << 22  # approximate number of documents that are sorted and compared at a time
+SMALL_BYTES = 1 << 26  # Less is read before worker processes would have started.
+EXAMPLES = 5  # number of duplicates of each type that are shown
 
 
 def manifest_problems(folder: Path, manifest: dict) -> Iterator[str]:
-    """Yield the contradictions in the manifest and of the tokenizer; reads no shard."""
+    """Yield the problems of the manifest and the tokenizer, without reading shards."""
     for check, given in (
         (check_tokenizer, (folder, manifest)),
         (check_fingerprint, (manifest, str(folder))),
@@ -46,10 +46,10 @@ def manifest_problems(folder: Path, manifest: dict) -> Iterator[str]:
 
 
 def document_ends(shard: Shard) -> np.ndarray:
-    """Return the end of each document in a shard's tokens, int64; it begins at the end before.
+    """Return the end of each document in a shard's tokens, int64; documents are contiguous.
 
     Raises:
-        UserError: the index cannot be: its documents or sequences lie elsewhere.
+        UserError: the index is damaged, as its documents or sequences are not contiguous.
     """
     ends = np.cumsum(shard.lengths, dtype=np.int64)
     marks = np.asarray(shard.document_marks)
@@ -67,7 +67,7 @@ def document_ends(shard: Shard) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShardCheck:
-    """A worker's task: return everything that is wrong with the files of a shard."""
+    """A worker's task that returns the problems of a shard's files."""
 
     path: Path  # without suffix
     digests: dict[str, str]
@@ -105,40 +105,42 @@ class ShardCheck:
 
 
 def shard_problems(corpora: dict[str, TokenCorpus], workers: int) -> list[str]:
-    """Return everything that is wrong with the shards, in their order."""
+    """Return the problems of all shards, in their order."""
     checks, shards = [], []
     for corpus in corpora.values():
         shards += corpus.shards
         for entry in corpus.entries:
             ids, path = (corpus.eod_id, corpus.vocab_size), corpus.folder / entry["name"]
             checks.append(ShardCheck(path, shard_digests(entry), *ids))
-    found = _of_all(checks, shards, "checking shards", workers)
+    found = _run_on_shards(checks, shards, "checking shards", workers)
     return [problem for problems in found for problem in problems]
 
 
-def _of_all(
+def _run_on_shards(
     tasks: Sequence[Callable[[], Any]], shards: Sequence[Any], label: str, workers: int
 ) -> list[Any]:
     sizes = [shard.num_tokens * shard.dtype.itemsize for shard in shards]
     workers = min(workers, len(tasks)) if sum(sizes) >= SMALL_BYTES else 1
     found = {}
     with progress_bar(label, sum(sizes)) as bar:
-        for number, result in run_tasks(_call, enumerate(tasks), max(1, workers), bar.update):
+        for number, result in run_tasks(
+            _run_numbered, enumerate(tasks), max(1, workers), bar.update
+        ):
             found[number] = result
             bar.update(sizes[number])
     return [found[number] for number in range(len(tasks))]
 
 
-def _call(numbered: tuple[int, Callable[[], Any]], report: Callable[[int], object]) -> Any:
+def _run_numbered(numbered: tuple[int, Callable[[], Any]], report: Callable[[int], object]) -> Any:
     number, task = numbered
     return number, task()
 
 
 @dataclass(frozen=True)
 class HashShard:
-    """A worker's task: write a 64-bit hash of each document of a shard into a file."""
+    """A worker's task that writes a 64-bit hash of each document of a shard to a file."""
 
-    path: Path  # of the shard, without suffix
+    path: Path  # the shard without suffix
     out: Path
 
     def __call__(self) -> None:
@@ -152,29 +154,29 @@ class HashShard:
 def find_duplicates(
     corpora: dict[str, TokenCorpus], workers: int, scratch: Path | None
 ) -> Iterator[pd.DataFrame]:
-    """Yield all documents that are exact copies of an earlier one of their split or of train.
+    """Yield tables of documents that are exact copies of an earlier one of their split or of train.
 
-    Only documents whose 64-bit hashes (8 bytes a document in `scratch`) agree are read again, and
-    compared by 256 bits. Memory is bounded by `PART_DOCUMENTS`: each table is of a part of the
-    hashes.
+    Documents with equal 64-bit hashes (8 bytes per document in `scratch`) are read again and
+    compared by SHA-256. Memory is bounded, because each table covers about `PART_DOCUMENTS` hashes.
 
     Yields:
-        Columns: kind (train, validation: copies within the split; across: validation documents that
-        are in train), document, same_as (their numbers in their splits), tokens (EOD included).
+        Tables with the columns kind (train or validation: a copy within the split; across: a
+        validation document that is in train), document and same_as (indices in their splits), and
+        tokens (EOD included).
     """
     shards = [shard for split in SPLITS for shard in corpora[split].shards]
     with tempfile.TemporaryDirectory(prefix="cat-lm-inspect-", dir=scratch) as folder:
         files = [Path(folder) / f"{number}" for number in range(len(shards))]
         paths = [shard.bin_path.with_suffix("") for shard in shards]
         tasks = [HashShard(path, file) for path, file in zip(paths, files, strict=True)]
-        _of_all(tasks, shards, "hashing documents", workers)
+        _run_on_shards(tasks, shards, "hashing documents", workers)
         parts = -(-sum(shard.num_documents for shard in shards) // PART_DOCUMENTS)
         for part in range(parts):
-            yield _compare(corpora, _repeated(files, part, parts))
+            yield _compare_documents(corpora, _find_repeated_hashes(files, part, parts))
 
 
-def _repeated(files: Sequence[Path], part: int, parts: int) -> np.ndarray:
-    """Return the documents whose hashes are equal and leave `part` when divided by `parts`."""
+def _find_repeated_hashes(files: Sequence[Path], part: int, parts: int) -> np.ndarray:
+    """Return the documents with repeated hashes h, among those with h mod `parts` = `part`."""
     numbers, values, base = [], [], 0
     for file in files:
         hashes = np.fromfile(file, np.uint64)
@@ -188,7 +190,7 @@ def _repeated(files: Sequence[Path], part: int, parts: int) -> np.ndarray:
     return np.concatenate(numbers)[np.isin(found, several)]
 
 
-def _compare(corpora: dict[str, TokenCorpus], numbers: np.ndarray) -> pd.DataFrame:
+def _compare_documents(corpora: dict[str, TokenCorpus], numbers: np.ndarray) -> pd.DataFrame:
     train = corpora["train"].num_documents
     rows = []
     for number in numbers.tolist():

@@ -1,1 +1,1 @@
-"""Amounts, locks, progress, workers and the removal of unfinished work, for all steps."""
+"""Option values, progress bars and worker processes, for all steps of a preparation."""

@@ -1,4 +1,4 @@
-"""Values of the command line: lists, weights of sets, and what they choose together."""
+"""Parse option values: lists, weights of sets, limits, and the selection that they describe."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DECIMAL = r"[0-9]{1,40}(?:\.[0-9]{1,40})?|\.[0-9]{1,40}"
 
 
 @argument_type
-def split_sizes(text: str) -> list[int]:
-    """Read the sizes of two or three splits, N,N or N,N,N."""
+def parse_split_sizes(text: str) -> list[int]:
+    """Parse the sizes of two or three splits, N,N or N,N,N."""
     sizes = text.split(",")
     if len(sizes) not in (2, 3):
         raise ValueError("must be two or three numbers, such as 90M,5M,5M")
@@ -27,8 +27,8 @@ def split_sizes(text: str) -> list[int]:
 
 
 @argument_type
-def names(text: str) -> list[str]:
-    """Read NAME,NAME as a sorted list without repetitions."""
+def parse_names(text: str) -> list[str]:
+    """Parse NAME,NAME into a sorted list without repetitions."""
     found = sorted({name.strip() for name in text.split(",")} - {""})
     if not found:
         raise ValueError("must be names or patterns, with commas between them")
@@ -36,8 +36,8 @@ def names(text: str) -> list[str]:
 
 
 @argument_type
-def numbers_by_set(text: str) -> dict[str, str]:
-    """Read SET=NUMBER,… with positive decimal numbers, kept as they were typed, sorted by name."""
+def parse_numbers_by_set(text: str) -> dict[str, str]:
+    """Parse SET=NUMBER,… into {set: text of a positive decimal number}, sorted by name."""
     found: dict[str, str] = {}
     for item in text.split(","):
         name, _, number = (piece.strip() for piece in item.partition("="))
@@ -52,8 +52,8 @@ def numbers_by_set(text: str) -> dict[str, str]:
 
 
 @argument_type
-def task(text: str) -> tuple[int, int]:
-    """Read I/N, task I of N."""
+def parse_task(text: str) -> tuple[int, int]:
+    """Parse I/N, task I of N, into (I, N)."""
     match = re.fullmatch(r"([0-9]{1,9})/([0-9]{1,9})", text)
     if not match or int(match[1]) >= int(match[2]):
         raise ValueError("must be I/N, with I from 0 to N - 1")
@@ -61,8 +61,8 @@ def task(text: str) -> tuple[int, int]:
 
 
 @argument_type
-def separator(text: str) -> str:
-    """Read a separator as it is typed in a shell: a backslash and n are a line's end."""
+def parse_separator(text: str) -> str:
+    """Parse a separator as it is typed in a shell: backslash and n mean a line end."""
     try:
         found = text.encode("latin-1", "backslashreplace").decode("unicode_escape")
     except UnicodeDecodeError:
@@ -73,28 +73,28 @@ def separator(text: str) -> str:
 
 
 @argument_type
-def key_path(text: str) -> str:
-    """Read a key, or several with dots between."""
+def parse_key_path(text: str) -> str:
+    """Check a key, or several keys with dots between them, and return it."""
     if not all(text.split(".")):
         raise ValueError("must be a key, or several with dots between")
     return text
 
 
 class Limit(NamedTuple):
-    """The malformed records that are tolerated: a number, and a share of all records."""
+    """The number of malformed records that is tolerated: `count` plus `share` of all records."""
 
     text: str
     count: int = 0
     share: Fraction = Fraction(0)
 
     def exceeded(self, malformed: int, records: int) -> bool:
-        """Return True if so many malformed ones among `records` (they included) are too many."""
+        """Return True if `malformed` of `records` records are too many."""
         return malformed > self.count + self.share * records
 
 
 @argument_type
-def limit(text: str) -> Limit:
-    """Read a `Limit` from `100` or `0.01%`."""
+def parse_limit(text: str) -> Limit:
+    """Parse a `Limit` such as `100` or `0.01%`."""
     number = text.strip().removesuffix("%")
     if text.strip() != number and re.fullmatch(_DECIMAL, number) and Fraction(number) <= 100:
         return Limit(text, share=Fraction(number) / 100)
@@ -105,7 +105,7 @@ def limit(text: str) -> Limit:
 
 @dataclass(frozen=True)
 class SelectionSpec:
-    """The sets, amounts and repetitions that a command line asks for."""
+    """The sets, amounts and repetitions that the options of a command describe."""
 
     sets: Collection[str] | None = None
     exclude: Collection[str] = ()
@@ -116,7 +116,7 @@ class SelectionSpec:
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> SelectionSpec:
-        """Take it from a command line."""
+        """Return the selection of parsed arguments."""
         exclude = arguments.exclude_sets or ()
         amounts = (arguments.tokens, arguments.mixture, arguments.repeat, arguments.max_repeats)
         return cls(arguments.sets, exclude, *amounts)
@@ -126,12 +126,12 @@ class SelectionSpec:
         return self.holds_out(name) and (self.mixture is None or name in self.mixture)
 
     def holds_out(self, name: str) -> bool:
-        """Return True if held-out documents of this set are wanted, whatever mixture or budget."""
+        """Return True if validation documents of this set are wanted, regardless of --mixture."""
         return (self.sets is None or name in self.sets) and name not in self.exclude
 
     @property
     def named(self) -> list[tuple[str, str]]:
-        """The sets that are named, each with its flag."""
+        """Return the (flag, set) pairs of all sets that options name."""
         flags = {
             "--sets": self.sets or (),
             "--exclude-sets": self.exclude,
@@ -141,12 +141,12 @@ class SelectionSpec:
         return [(flag, name) for flag, found in flags.items() for name in found]
 
     def check_names(self, there: Collection[str]) -> None:
-        """Raise UserError where a set is named that is not among those of the input."""
+        """Raise UserError if an option names a set that the input does not have."""
         for flag, name in self.named:
             if name not in there:
                 raise UserError(f"{flag} {name}: no such set; there are {', '.join(sorted(there))}")
 
     def shares(self) -> dict[str, Fraction]:
-        """Return the mixture's weights, adding up to 1."""
+        """Return the mixture's weights, normalized to a sum of 1."""
         weights = {name: Fraction(weight) for name, weight in self.mixture.items()}
         return {name: weight / sum(weights.values()) for name, weight in weights.items()}

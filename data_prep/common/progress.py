@@ -1,4 +1,4 @@
-"""Progress of work that is counted in bytes."""
+"""A progress bar for work that is measured in bytes."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import sys
 
 from tqdm import tqdm
 
-PLAIN_INTERVAL = 15.0  # seconds between two lines of a log
+PLAIN_INTERVAL = 15.0  # seconds between two lines in a log file
 
 
 def progress_bar(label: str, total: int, done: int = 0) -> tqdm:
-    """Return a bar of bytes on standard error.
+    """Return a progress bar of bytes on standard error.
 
-    Off a terminal, a line is written every `PLAIN_INTERVAL`, and none of shorter work.
+    If that is no terminal, a line is written every `PLAIN_INTERVAL` seconds.
 
     Args:
-        total: estimate of all bytes.
-        done: bytes of an earlier attempt.
+        total: estimated number of bytes.
+        done: bytes that an earlier attempt has done.
     """
     interval = 0.1 if sys.stderr.isatty() else PLAIN_INTERVAL
     timing = {"delay": interval, "mininterval": interval, "maxinterval": 2 * interval}

@@ -1,4 +1,4 @@
-"""Worker processes whose failures end the whole run, and which end with their parent."""
+"""Run tasks in worker processes, whose failures end the run, and which end with their parent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import Any, NoReturn
 from cat_lm.core.errors import UserError
 
 Work = Callable[[Any, Callable[[int], None]], Any]
-WORKERS_PER_CORE = 8  # more are of no use, though some may wait for a network
-POLL_SECONDS = 0.5  # between looks at the bytes that workers have counted
-SIGNAL_SECONDS = 1.0  # for a signal to a whole job to reach this process, too
-_counter: Any = None  # of a worker: the bytes that all of them have done
+WORKERS_PER_CORE = 8  # More would not help, even if some wait for a network.
+POLL_SECONDS = 0.5  # interval of progress updates
+SIGNAL_SECONDS = 1.0  # time in which a signal to a whole job also reaches this process
+_counter: Any = None  # in a worker: the bytes that all workers have done
 
 
 def useful_workers(asked: int) -> int:
-    """Return how many of the workers that are asked for are started."""
+    """Return the number of workers to start when `asked` are asked for."""
     return min(asked, WORKERS_PER_CORE * len(os.sched_getaffinity(0)))
 
 
@@ -34,43 +34,43 @@ def run_tasks(
     progress: Callable[[int], object],
     threads: int = 1,
 ) -> Iterator[Any]:
-    """Yield the results of `work(task, report)` in the order in which they are finished.
+    """Yield the results of `work(task, report)` in the order of completion.
 
-    A task is taken from `tasks` only when a worker is free for it. With one worker and one thread
-    the work is done in this process.
+    A task is taken from `tasks` only when a worker is free. With one worker and one thread, the
+    work is done in this process.
 
     Args:
-        work: a function of a module (workers import it), which calls `report` with the bytes that
-            it has done.
-        progress: gets these bytes in this process.
-        threads: of each worker's tokenizer.
+        work: a module-level function (workers import it), which calls `report` with the number of
+            bytes that it has done.
+        progress: called with these numbers in this process.
+        threads: number of tokenizer threads per worker.
 
     Raises:
-        UserError: a worker died, or a task raised it, as it may raise any other error.
+        UserError: a worker has died. Errors of tasks are raised unchanged.
     """
     if workers == 1 and threads == 1:
         for task in tasks:
             yield work(task, progress)
         return
     workers = useful_workers(workers)
-    context = multiprocessing.get_context("spawn")  # the tokenizers' threads do not survive a fork
+    context = multiprocessing.get_context("spawn")  # Tokenizer threads do not survive a fork.
     counter, seen = context.Value("q"), 0
-    pool = ProcessPoolExecutor(workers, context, _begin, (counter, threads))
+    pool = ProcessPoolExecutor(workers, context, _init_worker, (counter, threads))
     left, pending = iter(tasks), set[Future]()
     try:
         while True:
             free = islice(left, workers - len(pending))
-            pending |= {pool.submit(_work, work, task) for task in free}
+            pending |= {pool.submit(_run_task, work, task) for task in free}
             if not pending:
                 return
             finished, pending = wait(pending, POLL_SECONDS, FIRST_COMPLETED)
-            done = counter.get_obj().value  # Its lock may be held by a worker that has died.
+            done = counter.get_obj().value  # Do not take the lock, which a dead worker may hold.
             progress(done - seen)
             seen = done
             for future in finished:
                 yield future.result()
     except BrokenProcessPool:
-        # All processes of a job are sent SIGTERM at once: then this one is interrupted here.
+        # If the whole job was sent SIGTERM, this process is interrupted here.
         time.sleep(SIGNAL_SECONDS)
         raise UserError(
             "a worker process died, most likely for want of memory; run the same command again "
@@ -84,31 +84,31 @@ def run_tasks(
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(counter: Any, threads: int) -> None:
+def _init_worker(counter: Any, threads: int) -> None:
     global _counter
     _counter = counter
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    signal.signal(signal.SIGTERM, _end)
-    # The processes share the cores; threads in each would only get in each other's way.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent handles Ctrl-C.
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    # The processes share the cores, so that more threads would slow each other down.
     os.environ["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     os.environ["RAYON_NUM_THREADS"] = str(threads)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def _end(*_: object) -> NoReturn:
+def _exit_on_signal(*_: object) -> NoReturn:
     raise SystemExit(128 + signal.SIGTERM)
 
 
 def _end_with_parent() -> NoReturn:
-    # A killed parent cannot stop its workers, and they would go on for ever.
+    # A killed parent cannot stop its workers, which would run forever.
     multiprocessing.parent_process().join()
     os._exit(1)
 
 
-def _work(work: Work, task: Any) -> Any:
+def _run_task(work: Work, task: Any) -> Any:
     try:
         return work(task, _report)
-    except SystemExit:  # of SIGTERM, once `work` has removed its temporary files
+    except SystemExit:  # SIGTERM has ended `work`, after it removed its temporary files.
         os._exit(128 + signal.SIGTERM)
 
 

@@ -1,1 +1,1 @@
-"""Input files to parts: reading, hashing, sampling, tokens."""
+"""Encode input files into parts: plan, read, hash, select and tokenize documents."""

@@ -1,4 +1,4 @@
-"""One unit of input files to one part: reading, hashing, splitting, choosing, tokens."""
+"""Encode one unit of input files into one part: read, hash, split, select and tokenize."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from data_prep.sources.documents import Document, Malformed
 
 CHUNK_BYTES = 1 << 20
 CHUNK_DOCUMENTS = 1000
-PLACES = 2**64  # hash places are below it
+PLACES = 2**64  # the number of hash places
 
 
 def hash_place(text: bytes, seed: int) -> int:
-    """Hash the seed and the text to a document's place: uniform in [0, `PLACES`)."""
+    """Return the hash of the seed and a text, a document's place, uniform in [0, `PLACES`)."""
     digest = hashlib.blake2b(text, digest_size=8, key=str(seed).encode()).digest()
     return int.from_bytes(digest, "little")
 
 
 @dataclass(frozen=True)
 class Rules:
-    """The split of a document, and where --max-documents and --max-bytes end the input."""
+    """The rules for the split of a document, and for the limits of the input."""
 
     seed: int
     validation_fraction: float
@@ -51,9 +51,9 @@ class Rules:
         return hash_place(document.text.encode(), self.seed) / PLACES
 
     def split_of(self, document: Document) -> str:
-        """Return a document's own split, or else the one of the hash of the seed and its text.
+        """Return the document's own split, or the split that its hash place determines.
 
-        So a document and its exact copies fall on one side, whatever the order of the input.
+        Exact copies of a document are therefore in the same split, for any order of the input.
         """
         is_held_out = self.place_of(document) < self.validation_fraction
         return document.split or ("validation" if is_held_out else "train")
@@ -63,9 +63,9 @@ class Rules:
         return self.max_documents is not None or self.max_bytes is not None
 
     def limit_reached(self, split: str | None, documents: int, text_bytes: int) -> bool:
-        """Return True if --max-documents or --max-bytes is reached.
+        """Return True if a split has reached --max-documents or --max-bytes.
 
-        A validation split of the source's own is limited to the validation fraction of the same.
+        The limits of a source's own validation split are the validation fraction of these.
         """
         share = self.validation_fraction if split == "validation" else 1.0
         limits = ((self.max_documents, documents), (self.max_bytes, text_bytes))
@@ -74,32 +74,35 @@ class Rules:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The documents that are encoded, of each set and of all others.
+    """The documents to encode: for each set in `sets`, and for all `other` sets, a pair.
 
-    That is the hash place below which the training documents are, and whether held-out ones are.
+    It has the hash place below which training documents are encoded, and whether validation
+    documents are.
     """
 
     sets: dict[str, tuple[int, bool]]
     other: tuple[int, bool]
 
     def of(self, name: str) -> tuple[int, bool]:
-        """Return the place and the choice of a set."""
+        """Return the pair of a set."""
         return self.sets.get(name, self.other)
 
     def join(self, more: Coverage) -> Coverage:
-        """Return what covers both, with entries for sets that are unlike the others alone."""
-        other = _join(self.other, more.other)
-        sets = {name: _join(self.of(name), more.of(name)) for name in {**self.sets, **more.sets}}
+        """Return the union of two coverages; sets that equal `other` have no entry."""
+        other = _join_pairs(self.other, more.other)
+        sets = {
+            name: _join_pairs(self.of(name), more.of(name)) for name in {**self.sets, **more.sets}
+        }
         return Coverage({name: pair for name, pair in sets.items() if pair != other}, other)
 
 
-def _join(one: tuple[int, bool], other: tuple[int, bool]) -> tuple[int, bool]:
+def _join_pairs(one: tuple[int, bool], other: tuple[int, bool]) -> tuple[int, bool]:
     return max(one[0], other[0]), one[1] or other[1]
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """The settings of a preparation that every worker needs."""
+    """The settings of a preparation that are sent to every worker."""
 
     source: Source
     work: Path
@@ -114,7 +117,7 @@ class Encoding:
         return token_dtype(self.tokenizer.vocab_size)
 
     def key(self, unit: Unit) -> str:
-        """Return the identity of a part: everything that decides its bytes."""
+        """Return a hash of everything that determines the bytes of a part."""
         decides = {
             "source": self.source.kind,
             "reading": self.source.reading and asdict(self.source.reading),
@@ -127,7 +130,7 @@ class Encoding:
 
 
 class Candidate(NamedTuple):
-    """A document on its way to its tokens."""
+    """A document that is to be encoded."""
 
     text: str
     set: str
@@ -140,13 +143,13 @@ class Candidate(NamedTuple):
 def encode_unit(
     task: tuple[Encoding, Unit], report: Callable[[int], object]
 ) -> tuple[int, PartRecord]:
-    """Make the part of a unit unless it is there already; return the unit's number and its record.
+    """Make the part of a unit, if it does not exist; return the unit's number and the record.
 
-    `report` is called with bytes of text now and then.
+    `report` is called with the bytes of text since the last call.
     """
     encoding, unit = task
     key, work, number = encoding.key(unit), encoding.work, unit.number
-    if (done := finished_part(work, number, key)) is not None:  # by another process, meanwhile
+    if (done := finished_part(work, number, key)) is not None:  # Another process has made it.
         report(done.text_bytes)
         return number, done
     info = encoding.tokenizer
@@ -154,10 +157,12 @@ def encode_unit(
     record, reported = PartRecord(key), 0
     with disk_errors(work):
         with new_part(work, number) as files:
-            for chunk in chunks(_candidates(encoding, unit, record, files["malformed"])):
+            for chunk in split_into_chunks(
+                _read_candidates(encoding, unit, record, files["malformed"])
+            ):
                 tokens, lengths = encoder.encode_documents([c.text for c in chunk], encoding.dtype)
                 files["bin"].write(tokens.tobytes())
-                files["docs"].write(_describe(chunk, lengths, record.sets).tobytes())
+                files["docs"].write(_document_table(chunk, lengths, record.sets).tobytes())
                 record.tokens += len(tokens)
                 report(record.text_bytes - reported)
                 reported = record.text_bytes
@@ -170,16 +175,16 @@ def _encoder(folder: Path, eod_id: int, vocab_size: int) -> DocumentEncoder:
     return DocumentEncoder(folder, eod_id, vocab_size)
 
 
-def _candidates(
+def _read_candidates(
     encoding: Encoding, unit: Unit, record: PartRecord, malformed: IO[bytes]
 ) -> Iterator[Candidate]:
-    """Yield the documents of a unit that are to be encoded; everything else is counted."""
+    """Yield the documents of a unit that are to be encoded, and count all records."""
     rules = encoding.rules
     held_out_below = 0 if unit.split else rules.validation_fraction
     for item in (item for part in unit.parts for item in encoding.source.read(part)):
         if isinstance(item, Malformed):
             record.malformed += 1
-            # Keys that are quoted may hold what UTF-8 cannot.
+            # Quoted keys may contain surrogates, which UTF-8 cannot encode.
             line = f"{item.where}: {item.reason}".encode("utf-8", "backslashreplace")
             record.first_malformed = record.first_malformed or line.decode()
             malformed.write(line + b"\n")
@@ -191,14 +196,14 @@ def _candidates(
         place = hash_place(text, rules.seed)
         validation = unit.split == "validation" or place / PLACES < held_out_below
         candidate = Candidate(item.text, item.set, len(text), place, record.found, validation)
-        if _count(candidate, record, encoding.coverage):
+        if _count_candidate(candidate, record, encoding.coverage):
             yield candidate
             if rules.limit_reached(unit.split, record.documents, record.encoded_bytes):
                 return
 
 
-def _count(candidate: Candidate, record: PartRecord, coverage: Coverage) -> bool:
-    """Count a document; return True if it is to be encoded."""
+def _count_candidate(candidate: Candidate, record: PartRecord, coverage: Coverage) -> bool:
+    """Add a document to the record's counts; return True if it is to be encoded."""
     split = "validation" if candidate.validation else "train"
     by_split = record.seen.setdefault(candidate.set, {})
     counts = by_split.setdefault(split, {"documents": 0, "bytes": 0})
@@ -221,8 +226,8 @@ def _count(candidate: Candidate, record: PartRecord, coverage: Coverage) -> bool
     return wanted
 
 
-def chunks(documents: Iterable[Candidate]) -> Iterator[list[Candidate]]:
-    """Group documents into chunks of bounded size, encoded in one call."""
+def split_into_chunks(documents: Iterable[Candidate]) -> Iterator[list[Candidate]]:
+    """Yield documents in chunks of bounded size, each for one call of the tokenizer."""
     chunk: list[Candidate] = []
     size = 0
     for document in documents:
@@ -235,7 +240,7 @@ def chunks(documents: Iterable[Candidate]) -> Iterator[list[Candidate]]:
         yield chunk
 
 
-def _describe(chunk: list[Candidate], lengths: np.ndarray, sets: list[str]) -> np.ndarray:
+def _document_table(chunk: list[Candidate], lengths: np.ndarray, sets: list[str]) -> np.ndarray:
     rows = (
         (c.place, c.position, length, c.bytes, sets.index(c.set), c.validation, 0)
         for c, length in zip(chunk, lengths.tolist(), strict=True)

@@ -1,4 +1,4 @@
-"""Disk and time of a preparation, told before it starts."""
+"""Estimate the disk space and the time of a preparation before it starts."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from data_prep.encode.parts import DOCUMENT
 from data_prep.sources.base import task_units
 
 DISK_MARGIN = 1.1
-INDEX_BYTES = 20  # of a document in an .idx
-FAR_BEYOND = 10  # times the measured tokens: no error of the estimate is as large
-READ_BYTES_PER_SECOND = 100e6  # of text: reading, parsing and hashing what is not encoded
+INDEX_BYTES = 20  # bytes per document in an .idx
+FAR_BEYOND = 10  # times the estimated tokens; no estimate is wrong by as much
+READ_BYTES_PER_SECOND = 100e6  # bytes of text that a core reads, parses and hashes
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """About the tokens, bytes of disk and seconds that a preparation takes in all."""
+    """The estimated tokens, bytes on disk and seconds of a whole preparation."""
 
     train_tokens: float
     held_out_tokens: float
     result_bytes: float
     parts_bytes: float
-    seconds_per_byte: float  # of text
+    seconds_per_byte: float  # per byte of text and core
 
 
-def estimate(job: Job) -> Estimate:
+def estimate_job(job: Job) -> Estimate:
     """Estimate a preparation from its plan.
 
     Raises:
-        UserError: --tokens is far beyond what there is.
+        UserError: --tokens is much more than the input has.
     """
     spec, measured, share = job.spec, job.plan.measured, _held_out_share(job)
     train, held_out, encoded = {}, 0.0, 0.0
@@ -63,8 +63,8 @@ def estimate(job: Job) -> Estimate:
 
 
 def print_estimate(job: Job, arguments: argparse.Namespace) -> None:
-    """Print the work that is left to this process, and the disk that all of them take."""
-    found, measured = estimate(job), job.plan.measured
+    """Print the remaining work of this process, and the disk space of the whole preparation."""
+    found, measured = estimate_job(job), job.plan.measured
     units = task_units(job.units, arguments.task)
     of = "" if len(units) == len(job.units) else f" of {len(job.units):,}"
     file_bytes = sum(unit.bytes for unit in units)
@@ -72,13 +72,13 @@ def print_estimate(job: Job, arguments: argparse.Namespace) -> None:
     left = max(0.0, measured.text_bytes * share - job.encoded_bytes(units))
     minutes = left * found.seconds_per_byte / job.workers / 60
     print(
-        f"input: {len(units):,}{of} units, {_bytes(file_bytes)} in files, about "
-        f"{_bytes(measured.text_bytes)} of text in all, about {found.train_tokens:,.0f} training "
-        f"tokens and {found.held_out_tokens:,.0f} held-out ones come out"
+        f"input: {len(units):,}{of} units, {_format_bytes(file_bytes)} in files, about "
+        f"{_format_bytes(measured.text_bytes)} of text in all, about {found.train_tokens:,.0f} "
+        f"training tokens and {found.held_out_tokens:,.0f} held-out ones come out"
     )
     print(
-        f"disk: about {_bytes(found.result_bytes)} in {arguments.out}, "
-        f"{_bytes(found.parts_bytes)} temporarily in {job.work}"
+        f"disk: about {_format_bytes(found.result_bytes)} in {arguments.out}, "
+        f"{_format_bytes(found.parts_bytes)} temporarily in {job.work}"
     )
     print(
         f"time: about {minutes:,.1f} minutes still to encode with {job.workers} workers "
@@ -87,8 +87,8 @@ def print_estimate(job: Job, arguments: argparse.Namespace) -> None:
 
 
 def check_disk(job: Job) -> None:
-    """Raise UserError where the shards or the parts surely would not fit on their disks."""
-    found = estimate(job)
+    """Raise UserError if the shards or the parts do not fit on their disks."""
+    found = estimate_job(job)
     for flag, folder, size in (
         ("--out", job.staging, found.result_bytes),
         ("--scratch", job.work, found.parts_bytes),
@@ -104,7 +104,7 @@ def check_disk(job: Job) -> None:
 
 
 def _train_tokens(spec: SelectionSpec, there: dict[str, float]) -> float:
-    """Return the training tokens of the result, by those that `there` are of each wanted set."""
+    """Return the training tokens of the result; `there` has the input's tokens of wanted sets."""
     if spec.tokens is not None:
         repeats = 1 if spec.mixture is None else spec.max_repeats
         if there and spec.tokens > FAR_BEYOND * repeats * sum(there.values()):
@@ -130,7 +130,7 @@ def _held_out_share(job: Job) -> float:
     return min(share, rules.validation_fraction) if rules.is_limited else share
 
 
-def _bytes(number: float) -> str:
+def _format_bytes(number: float) -> str:
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if number >= size:
             return f"{number / size:,.1f} {unit}"

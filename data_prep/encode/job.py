@@ -1,4 +1,4 @@
-"""A preparation under way: its units, and which parts there are."""
+"""A preparation in progress: its units of work, and its finished parts."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from data_prep.sources.base import Unit, counted_with
 
 @dataclass
 class Job:
-    """Everything that the stages share.
+    """The state that the stages of a preparation share.
 
-    `staging` is where the files of the result grow. `held_out_below` is the hash place below which
-    all documents are held out, 0 where the source has a validation split of its own.
+    `staging` is the temporary folder of the result. Documents below the hash place
+    `held_out_below` are validation documents; it is 0 if the source has a validation split.
     """
 
     staging: Path
@@ -33,14 +33,14 @@ class Job:
     workers: int
     held_out_below: int
     _records: dict[int, PartRecord] = field(default_factory=dict)
-    _checked: set[int] = field(default_factory=set)  # parts that this process has made or read
+    _checked: set[int] = field(default_factory=set)  # parts that this process has made or verified
 
     @property
     def work(self) -> Path:
         return self.encoding.work
 
     def record(self, unit: Unit) -> PartRecord | None:
-        """Return the record of a part, None where it is not done."""
+        """Return the record of a unit's finished part, or None."""
         if unit.number not in self._records:
             done = finished_part(self.work, unit.number, self.encoding.key(unit))
             if done is None:
@@ -49,11 +49,11 @@ class Job:
         return self._records[unit.number]
 
     def encoded_bytes(self, units: Iterable[Unit]) -> int:
-        """Return the bytes of text of the units that are done."""
+        """Return the bytes of text in the finished parts of these units."""
         return sum(record.text_bytes for unit in units if (record := self.record(unit)))
 
     def cover(self, coverage: Coverage) -> None:
-        """Plan to encode these documents, too; no part that is there will do."""
+        """Extend the plan by more documents, after which all parts must be made again."""
         self.plan = replace(self.plan, coverage=self.plan.coverage.join(coverage))
         self.plan.save(self.work)
         self.encoding = replace(self.encoding, coverage=self.plan.coverage)
@@ -61,22 +61,22 @@ class Job:
         self._checked.clear()
 
     def encode(self, units: list[Unit]) -> None:
-        """Make all parts of these units that are not there yet and are needed."""
-        # Looked at in order: where a limit ends the input, the units behind it are not needed.
+        """Make the missing parts of these units, as far as they are needed."""
+        # Units are examined in order, because those after a limit's end are not needed.
         todo = [unit for unit in units if self.record(unit) is None]
         if not todo:
             return
         done, total = self.encoded_bytes(units), self.plan.measured.text_bytes
         processes = min(self.workers, len(todo))
-        # A few large files: the cores that no file keeps busy help with its tokens.
+        # With few large files, the remaining cores run tokenizer threads.
         threads = max(1, min(self.workers, len(os.sched_getaffinity(0))) // processes)
-        tasks = ((self.encoding, unit) for unit in todo if not self._is_behind_limit(unit))
+        tasks = ((self.encoding, unit) for unit in todo if not self._is_after_limit(unit))
         with progress_bar("encoding text", total, done) as bar:
             for number, record in run_tasks(encode_unit, tasks, processes, bar.update, threads):
                 self._records[number] = record
                 self._checked.add(number)
 
-    def _is_behind_limit(self, unit: Unit) -> bool:
+    def _is_after_limit(self, unit: Unit) -> bool:
         if not self.encoding.rules.is_limited:
             return False
         documents = text_bytes = 0
@@ -88,20 +88,20 @@ class Job:
         return self.encoding.rules.limit_reached(unit.split, documents, text_bytes)
 
     def complete_parts(self, units: list[Unit]) -> list[Unit]:
-        """Make all parts of these units that are missing or damaged; return the units needed.
+        """Make the missing and damaged parts of these units; return the units that are needed.
 
-        Those behind the limits are not, which the records of all earlier ones say.
+        Units after the end that a limit sets are not needed.
         """
         while True:
             self.encode(units)
-            needed = [unit for unit in units if not self._is_behind_limit(unit)]
-            if not (damaged := list(self._damaged(needed))):
+            needed = [unit for unit in units if not self._is_after_limit(unit)]
+            if not (damaged := list(self._find_damaged(needed))):
                 return needed
             print(f"{len(damaged)} damaged parts are made again", flush=True)
             for number in damaged:
                 self.remove(number)
 
-    def _damaged(self, units: list[Unit]) -> Iterator[int]:
+    def _find_damaged(self, units: list[Unit]) -> Iterator[int]:
         for unit in units:
             if unit.number in self._checked:
                 continue
@@ -114,14 +114,14 @@ class Job:
                 self._checked.add(unit.number)
 
     def parts(self, units: Iterable[Unit], names: list[str]) -> Parts:
-        """Return access to the documents of these units, which must be done, of sets `names`."""
+        """Return a reader of the finished parts of these units, with set indices into `names`."""
         records = {unit.number: self.record(unit) for unit in units}
         sets = {number: record.sets for number, record in records.items()}
         tokens = {number: record.tokens for number, record in records.items()}
         return Parts(self.work, names, sets, tokens, {unit.number: unit.split for unit in units})
 
     def remove(self, unit: int, *kinds: str) -> None:
-        """Remove a part, or its files of some kinds."""
+        """Remove a part, or only its files of some kinds."""
         remove_part(self.work, unit, *([kinds] if kinds else []))
         self._records.pop(unit, None)
         self._checked.discard(unit)

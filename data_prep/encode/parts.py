@@ -1,12 +1,12 @@
-"""Part files: what the encoding made of one unit.
+"""Part files, which hold the encoded documents of one unit.
 
-    part-00012.bin        the tokens of its documents, one after the other
-    part-00012.docs       a `DOCUMENT` for each of them, in the same order
-    part-00012.malformed  a line for each record that was not a document
-    part-00012.json       a `PartRecord`: counts, sizes, checksums; it goes last
+    part-00012.bin        the tokens of the documents, concatenated
+    part-00012.docs       a `DOCUMENT` for each document, in the same order
+    part-00012.malformed  a line for each record without a valid document
+    part-00012.json       a `PartRecord` with counts, sizes and checksums, written last
 
-A part without its record does not exist. The record carries its own checksum, and the `key` of the
-work it belongs to, so that nothing else is ever taken for it.
+A part without a record does not count. The record has its own checksum, and the `key` of the
+settings with which the part was made, so that parts of other settings are not used.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from cat_lm.core.readers import Versioned, check_shape, read_object
 
 DOCUMENT = np.dtype(
     [
-        ("place", "<u8"),  # the hash of the document's text, see encoding.hash_place
-        ("position", "<u4"),  # its number among the unit's documents, those not encoded included
-        ("length", "<i4"),  # tokens, EOD included
-        ("bytes", "<u4"),  # of its UTF-8 text
+        ("place", "<u8"),  # the hash place, see encoding.hash_place
+        ("position", "<u4"),  # index among all documents of the unit
+        ("length", "<i4"),  # number of tokens, EOD included
+        ("bytes", "<u4"),  # size of the UTF-8 text
         ("set", "<u2"),  # index into the record's `sets`
         ("validation", "u1"),
         ("spare", "u1"),
@@ -43,12 +43,12 @@ KINDS = ("bin", "docs", "malformed")
 
 @dataclass
 class PartRecord:
-    """Counts of a unit's documents, encoded or not, and the sizes and SHA-256 of its files."""
+    """The counts of all documents of a unit, and the sizes and SHA-256 of its part's files."""
 
     key: str
     text_bytes: int = 0
-    found: int = 0  # documents with text, of any set: the number of the next one
-    documents: int = 0  # encoded
+    found: int = 0  # documents with text, of any set
+    documents: int = 0  # encoded documents
     encoded_bytes: int = 0
     empty: int = 0
     malformed: int = 0
@@ -67,9 +67,9 @@ def part_path(work: Path, unit: int, kind: str) -> Path:
 
 @contextmanager
 def new_part(work: Path, unit: int) -> Iterator[dict[str, IO[bytes]]]:
-    """Yield the three files of a part, which get their names when no error ends the block.
+    """Yield the three open files of a part, which are renamed into place if the block succeeds.
 
-    Two processes may make the same part; both make the same bytes.
+    Two processes may make the same part, because both write the same bytes.
     """
     with ExitStack() as stack:
         paths = {kind: part_path(work, unit, kind) for kind in KINDS}
@@ -77,7 +77,7 @@ def new_part(work: Path, unit: int) -> Iterator[dict[str, IO[bytes]]]:
 
 
 def finish_part(work: Path, unit: int, record: PartRecord) -> PartRecord:
-    """Read the files of a part again and write the record that says that it is done."""
+    """Hash the files of a part, and write the record that marks it as finished."""
     for kind in KINDS:
         path = part_path(work, unit, kind)
         record.bytes[kind], record.sha256[kind] = path.stat().st_size, sha256(path)
@@ -86,12 +86,12 @@ def finish_part(work: Path, unit: int, record: PartRecord) -> PartRecord:
 
 
 def write_record(path: Path, record: Any) -> None:
-    """Write a dataclass as JSON that carries its own checksum."""
+    """Write a dataclass as JSON with a checksum of itself."""
     write_sealed(path, {"format": 1, **asdict(record)})
 
 
 def load_record(path: Path, kind: type[T]) -> T | None:
-    """Read a record of a dataclass; None where none is, a damaged one, or one of another kind.
+    """Return a record as a dataclass; None if it is missing, damaged, or of another class.
 
     Raises:
         UserError: another version wrote it.
@@ -110,7 +110,7 @@ def load_record(path: Path, kind: type[T]) -> T | None:
 
 
 def finished_part(work: Path, unit: int, key: str) -> PartRecord | None:
-    """Return the record of a part that is done for this key and has files of its sizes, or None."""
+    """Return the record of a finished part with this key and files of the right sizes, or None."""
     record = load_record(part_path(work, unit, "json"), PartRecord)
     if record is None or record.key != key:
         return None
@@ -120,23 +120,23 @@ def finished_part(work: Path, unit: int, key: str) -> PartRecord | None:
 
 
 def remove_part(work: Path, unit: int, kinds: Iterable[str] = ("json", *KINDS)) -> None:
-    """Remove files of a part; its record goes first where the whole part does."""
+    """Remove files of a part, by default all, beginning with the record."""
     for kind in kinds:
         part_path(work, unit, kind).unlink(missing_ok=True)
 
 
 @dataclass
 class Parts:
-    """The parts to read: their folder, and the sets, tokens and splits of their units."""
+    """A reader of parts, with the sets, tokens and splits of their units."""
 
     work: Path
-    names: list[str]  # of the sets, in the order in which `Selection` counts them
+    names: list[str]  # set names in the order of `Selection`
     sets: dict[int, list[str]]
     tokens: dict[int, int]
     unit_splits: dict[int, str | None]
 
     def read(self, unit: int) -> np.ndarray:
-        """Read the documents of a unit in the order of the input: `DOCUMENT`, sets by `names`."""
+        """Return the `DOCUMENT`s of a unit in input order, with set indices into `names`."""
         documents = np.fromfile(part_path(self.work, unit, "docs"), DOCUMENT)
         own = [self.names.index(name) for name in self.sets[unit]]
         if own:
@@ -144,18 +144,18 @@ class Parts:
         return documents
 
     def scan(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the documents of all units, each with its unit's number, in order."""
+        """Yield (unit number, its documents) for all units in order."""
         return ((unit, self.read(unit)) for unit in sorted(self.sets))
 
     def of(self, units: set[int]) -> Parts:
-        """Return the same for some units only, light enough to be sent to a worker."""
+        """Return a reader of some units only, which is small enough to send to a worker."""
         of_units = (self.sets, self.tokens, self.unit_splits)
         return Parts(self.work, self.names, *({u: own[u] for u in units} for own in of_units))
 
 
 @contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a full disk into one clear line."""
+    """Replace the error of a full disk by a UserError with the free space."""
     try:
         yield
     except OSError as error:

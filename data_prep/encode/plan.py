@@ -1,6 +1,6 @@
-"""The plan of a preparation: its tokenizer, the share held out, and what is to be encoded.
+"""The plan of a preparation: tokenizer, validation fraction, and the documents to encode.
 
-It follows from samples of the input, and all processes of a preparation share it.
+It is made from samples of the input, and shared by all processes of a preparation.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "sentencepiece.mod
 TRAINING_SAMPLE = 8_000_000  # bytes of text that train:sentencepiece learns from
 CHECK_SAMPLE = 1_000_000  # bytes of text that a tokenizer is verified on
 SAMPLED_PARTS = 64
-# Of the sample by which sizes are estimated: files, the text that is read and encoded of them.
+# Sizes are estimated from a sample: number of files, bytes to read per file, bytes to
+# encode.
 MEASURED_PARTS, READ_BYTES, ENCODED_BYTES = 16, 4_000_000, 1_000_000
-# Sources up to this size are looked through first, so that no split comes out empty by chance.
+# Sources up to this size are read first, so that no split is empty by chance.
 FEW_DOCUMENTS, FEW_CHARACTERS = 500, 100_000_000
-ALL_MALFORMED = 100  # as many bad records at the beginning are no accident
+ALL_MALFORMED = 100  # malformed records at the beginning after which the input is refused
 PLAN = "plan.json"
-MARGIN = Fraction(5, 4)  # how much more is encoded than an estimate says is needed
-ALMOST_ALL = Fraction(4, 5)  # from this share on all is encoded: encoding twice costs more
+MARGIN = Fraction(5, 4)  # factor of estimates of what must be encoded
+ALMOST_ALL = Fraction(4, 5)  # From this fraction on all is encoded, as encoding twice costs more.
 
 
 @dataclass(frozen=True)
@@ -48,20 +49,20 @@ class Measured:
     """Estimates of the whole input from a sample."""
 
     text_bytes: int
-    bytes_per_second: float  # of text, that one core encodes
+    bytes_per_second: float  # text that one core encodes
     tokens_per_byte: float
     document_bytes: float
-    set_tokens: dict[str, float]  # tokens of each set for a byte of text of all sets
+    set_tokens: dict[str, float]  # tokens of each set per byte of text of all sets
 
     def tokens(self, spec: SelectionSpec) -> float:
-        """Return about how many tokens there are in the training sets that are wanted."""
+        """Return the estimated number of tokens in the wanted training sets."""
         rates = (rate for name, rate in self.set_tokens.items() if spec.includes(name))
         return self.text_bytes * sum(rates)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan that all processes of a preparation share; the first one makes it."""
+    """The plan of a preparation, which its first process makes and all others read."""
 
     tokenizer: TokenizerInfo
     validation_fraction: float
@@ -74,20 +75,20 @@ class Plan:
 
     @classmethod
     def load(cls, work: Path, tokenizer_folder: Path) -> Plan | None:
-        """Read the plan; return None where there is none, or its tokenizer is damaged."""
+        """Return the plan of a work folder; None if it is missing or its tokenizer is damaged."""
         plan, file = load_record(work / PLAN, cls), tokenizer_folder / "tokenizer.json"
         is_whole = plan and file.is_file() and sha256(file) == plan.tokenizer.sha256
         return plan if is_whole else None
 
 
 def held_out_fraction(source: Source, rules: Rules, spec: SelectionSpec) -> float:
-    """Return --validation-fraction, or one that holds out at least one document and not all.
+    """Return --validation-fraction, or for few documents one with which no split is empty.
 
-    With a handful of documents the hash often leaves a split empty. Then the fraction moves to
-    between the two documents whose hashes are nearest to it.
+    With few documents, all hash places are often on one side of the fraction. It then moves to
+    between the two places that are nearest to it.
 
     Raises:
-        UserError: the input begins with nothing but malformed records.
+        UserError: the input begins with malformed records only.
     """
     fraction, size = rules.validation_fraction, 0
     places: set[float] = set()
@@ -105,7 +106,7 @@ def held_out_fraction(source: Source, rules: Rules, spec: SelectionSpec) -> floa
 
 
 def _first_documents(source: Source, rules: Rules, spec: SelectionSpec) -> Iterator[Document]:
-    # The limits count the documents of wanted sets alone, as where they are encoded.
+    # Limits count only the documents of wanted sets, as in the encoding.
     counts: dict[str, Counter] = {}
     first, good, malformed = None, False, 0
     for part in source.parts:
@@ -127,14 +128,14 @@ def _first_documents(source: Source, rules: Rules, spec: SelectionSpec) -> Itera
         raise UserError(f"{first.where}: {first.reason}")
 
 
-def sample(
+def sample_documents(
     source: Source, rules: Rules, parts: int, share: int
 ) -> Iterator[tuple[Part, list[Document]]]:
-    """Yield training documents from the beginnings of parts that a hash of the seed chooses.
+    """Yield (part, its first training documents) for parts that a hash of the seed selects.
 
     Args:
-        parts: at most so many.
-        share: of each part so many characters, and the last document whole.
+        parts: maximum number of parts.
+        share: number of characters per part; the last document is not cut.
     """
     for part in in_hash_order(source.parts, rules.seed)[:parts]:
         documents, taken = [], 0
@@ -148,11 +149,11 @@ def sample(
 
 
 def sample_texts(source: Source, rules: Rules, characters: int) -> Iterator[str]:
-    """Yield about so many characters of training text, of each of some files its share."""
+    """Yield about this number of characters of training text, spread over files."""
     number = sum(part.split != "validation" for part in source.parts)
     share = max(1, characters // min(number, SAMPLED_PARTS))
     total, longest = 0, max(share, characters // 16)
-    for _, documents in sample(source, rules, number, share):
+    for _, documents in sample_documents(source, rules, number, share):
         for document in documents:
             if total >= characters:
                 return
@@ -160,15 +161,15 @@ def sample_texts(source: Source, rules: Rules, characters: int) -> Iterator[str]
             total += min(len(document.text), longest)
 
 
-def measure(source: Source, rules: Rules, folder: Path, info: TokenizerInfo) -> Measured:
-    """Read the beginnings of some files and encode a little of them, in a second or two.
+def measure_source(source: Source, rules: Rules, folder: Path, info: TokenizerInfo) -> Measured:
+    """Estimate sizes and speed by reading and encoding a small sample, in a second or two.
 
     Args:
-        folder: holds the tokenizer.
+        folder: the folder of the tokenizer.
     """
     documents: list[Document] = []
-    expected = actual = 0  # bytes of text in files that are read to their end
-    for part, found in sample(source, rules, MEASURED_PARTS, READ_BYTES):
+    expected = actual = 0  # bytes of text in files that are read completely
+    for part, found in sample_documents(source, rules, MEASURED_PARTS, READ_BYTES):
         documents += found
         size = sum(len(document.text.encode()) for document in found)
         if size < READ_BYTES:
@@ -177,10 +178,10 @@ def measure(source: Source, rules: Rules, folder: Path, info: TokenizerInfo) -> 
     bytes_of, encoded_of, tokens_of = Counter(), Counter(), Counter()
     for document in documents:
         bytes_of[document.set] += len(document.text.encode())
-    chosen = _spread(documents, rules.seed)
+    chosen = _spread_sample(documents, rules.seed)
     texts = [document.text[: ENCODED_BYTES // 8] for document in chosen]
     encoder = DocumentEncoder(folder, info.eod_id, info.vocab_size)
-    encoder.encode_batch(texts[:4])  # The library's start is not measured.
+    encoder.encode_batch(texts[:4])  # Do not measure_source the library's initialization.
     start = time.perf_counter()
     encoded = encoder.encode_batch(texts)
     seconds = time.perf_counter() - start
@@ -201,7 +202,7 @@ def measure(source: Source, rules: Rules, folder: Path, info: TokenizerInfo) -> 
     )
 
 
-def _spread(documents: list[Document], seed: int) -> list[Document]:
+def _spread_sample(documents: list[Document], seed: int) -> list[Document]:
     order = sorted(documents, key=lambda document: hash_place(document.text.encode(), seed + 1))
     chosen, size = [], 0
     for document in order:
@@ -215,7 +216,7 @@ def _spread(documents: list[Document], seed: int) -> list[Document]:
 def make_tokenizer(
     spec: str, eod_token: str | None, folder: Path, source: Source, rules: Rules
 ) -> TokenizerInfo:
-    """Make the tokenizer of the prepared data in `folder` and verify it on a sample."""
+    """Build the tokenizer in `folder`, verify it on a sample, and return its description."""
     texts = functools.partial(sample_texts, source, rules, TRAINING_SAMPLE)
     info = build_tokenizer(spec, folder, texts, eod_token)
     verify_tokenizer(info, folder, list(sample_texts(source, rules, CHECK_SAMPLE)))
@@ -223,10 +224,10 @@ def make_tokenizer(
 
 
 def coverage_for(spec: SelectionSpec, measured: Measured, held_out: int) -> Coverage:
-    """Return all that is wanted, or what a budget is estimated to need.
+    """Return the documents to encode: all wanted ones, or those that a token budget should need.
 
     Args:
-        held_out: the place below which all documents are held out.
+        held_out: the hash place below which all documents are validation documents.
     """
     places = dict.fromkeys((name for _, name in spec.named), PLACES)
     rest, total = PLACES, measured.tokens(spec)
@@ -246,7 +247,7 @@ def coverage_for(spec: SelectionSpec, measured: Measured, held_out: int) -> Cove
 
 
 def place_for(rate: Fraction, held_out: int) -> int:
-    """Return the place below which this share of the training documents lies; all for almost."""
+    """Return the place below which a fraction of the training documents lies, or `PLACES`."""
     if rate >= ALMOST_ALL:
         return PLACES
     return held_out + ceil(rate * (PLACES - held_out))

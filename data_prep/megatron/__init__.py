@@ -1,1 +1,1 @@
-"""Token shards that GPT-NeoX's or Megatron-LM's preprocessing wrote."""
+"""Adopt token shards that the preprocessing of GPT-NeoX or Megatron-LM has written."""

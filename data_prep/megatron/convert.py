@@ -1,4 +1,4 @@
-"""Making a prepared folder of token shards that others have written."""
+"""Make a prepared folder from token shards of other tools."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from data_prep.megatron.validate import (
     TextBytes,
     count_tokens,
     document_lengths,
-    scan,
+    scan_tokens,
 )
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A `.bin/.idx` pair on the command line: the set's name, its split, and the files."""
+    """A `.bin/.idx` pair of the command line, with its set and split."""
 
     set: str
     split: str
@@ -43,22 +43,22 @@ class Pair:
 
 @dataclass
 class Piece:
-    """A shard to be: documents that lie one behind the other in a pair."""
+    """Consecutive documents of a pair, which become one shard."""
 
     set: str
     split: str
     shard: Shard
-    start: int  # in tokens
+    start: int  # first token in the pair
     lengths: np.ndarray
-    counts: np.ndarray  # of each id
+    counts: np.ndarray  # number of each token id
     text_bytes: int
-    bin_sha256: str  # of the pair's .bin
-    read_as: os.stat_result  # the pair's .bin, as it was before it was read
-    info: ShardInfo | None = None  # once it is in its place
+    bin_sha256: str  # checksum of the pair's .bin
+    read_as: os.stat_result  # status of the pair's .bin before it was read
+    info: ShardInfo | None = None  # set when the shard is written
 
 
 def adopt(arguments: argparse.Namespace) -> None:
-    """Do what the command line asks for and print a summary. Raises UserError."""
+    """Make the prepared folder and print a summary. Raises UserError."""
     out: Path = arguments.out
     check_output(out)
     check_spec(arguments.tokenizer)
@@ -71,7 +71,7 @@ def adopt(arguments: argparse.Namespace) -> None:
     _check_pairs(pairs)
     arguments.tokenizer = pin(arguments.tokenizer)
     with atomic_folder(out, flag="--out") as made:
-        manifest = _make(made, pairs, arguments)
+        manifest = _write_data(made, pairs, arguments)
     print_counts(manifest)
     print(f"{out}: complete")
 
@@ -105,7 +105,7 @@ def _check_pairs(pairs: list[Pair]) -> None:
             )
 
 
-def _make(made: Path, pairs: list[Pair], arguments: argparse.Namespace) -> dict:
+def _write_data(made: Path, pairs: list[Pair], arguments: argparse.Namespace) -> dict:
     info = build_tokenizer(arguments.tokenizer, made / TOKENIZER, lambda: (), arguments.eod_token)
     pieces: list[Piece] = []
     text = TextBytes(made / TOKENIZER, info)
@@ -114,26 +114,26 @@ def _make(made: Path, pairs: list[Pair], arguments: argparse.Namespace) -> dict:
     with progress_bar("reading shards", total) as bar:
         for pair in pairs:
             held_out = (arguments.validation_documents or 0) if pair is last else 0
-            pieces += _examine(pair, info, text, arguments.documents, held_out, bar.update)
+            pieces += _read_pair(pair, info, text, arguments.documents, held_out, bar.update)
     numbers, notes = Counter(), Notes(made)
     for piece in pieces:
         name = f"{piece.split}-{numbers[piece.split]:05d}"
         numbers[piece.split] += 1
-        notes.add(_settle(piece, name, made, arguments.link))
-    manifest = _manifest(pieces, info, arguments)
+        notes.add(_write_shard(piece, name, made, arguments.link))
+    manifest = _build_manifest(pieces, info, arguments)
     write_json(made / MANIFEST, manifest)
     for split in SPLITS:
         open_corpus(made, split)
     return manifest
 
 
-def _examine(
+def _read_pair(
     pair: Pair, info: TokenizerInfo, text: TextBytes, documents: str, held_out: int, report
 ) -> list[Piece]:
-    """Return the shards that a pair becomes: two where `held_out` documents are cut off."""
+    """Return the pieces of a pair, two if its last `held_out` documents are for validation."""
     shard = pair.shard
     before = shard.bin_path.stat()
-    tokens = scan(shard, info, documents == "eod", report)
+    tokens = scan_tokens(shard, info, documents == "eod", report)
     lengths = document_lengths(shard, tokens, info, documents)
     text.check(shard, lengths)
     if held_out >= len(lengths):
@@ -156,8 +156,8 @@ def _examine(
     ]
 
 
-def _settle(piece: Piece, name: str, folder: Path, link: str) -> list[str]:
-    """Put a shard into its place; return the notes of its files."""
+def _write_shard(piece: Piece, name: str, folder: Path, link: str) -> list[str]:
+    """Write or link a shard into the folder; return the notes of its verified files."""
     shard, target, index = piece.shard, folder / f"{name}.bin", folder / f"{name}.idx"
     tokens = int(piece.lengths.sum(dtype=np.int64))
     if link == "copy":
@@ -170,8 +170,8 @@ def _settle(piece: Piece, name: str, folder: Path, link: str) -> list[str]:
         if tokens == shard.num_tokens and piece.info.bin_sha256 != piece.bin_sha256:
             raise UserError(f"{shard.bin_path}: reads back different; check the disk")
     else:
-        _link(shard.bin_path, target, link)
-        # What was linked is what was read, unless it has changed since.
+        _link_file(shard.bin_path, target, link)
+        # Note the status before reading: the note is invalid if the file has changed since.
         state = piece.read_as
         counts = (len(piece.lengths), tokens, piece.text_bytes)
         digest = write_index(index, shard.dtype, piece.lengths)
@@ -182,7 +182,7 @@ def _settle(piece: Piece, name: str, folder: Path, link: str) -> list[str]:
     ]
 
 
-def _link(source: Path, target: Path, link: str) -> None:
+def _link_file(source: Path, target: Path, link: str) -> None:
     try:
         if link == "hard":
             os.link(source.resolve(), target)
@@ -194,7 +194,9 @@ def _link(source: Path, target: Path, link: str) -> None:
         raise UserError(f"{reason}; give {others}") from None
 
 
-def _manifest(pieces: list[Piece], info: TokenizerInfo, arguments: argparse.Namespace) -> dict:
+def _build_manifest(
+    pieces: list[Piece], info: TokenizerInfo, arguments: argparse.Namespace
+) -> dict:
     shards = {split: [p.info for p in pieces if p.split == split] for split in SPLITS}
     sets = sorted({piece.set for piece in pieces})
     sources = {
@@ -210,7 +212,7 @@ def _manifest(pieces: list[Piece], info: TokenizerInfo, arguments: argparse.Name
         for split in SPLITS
     }
     dtype = pieces[0].shard.dtype
-    # The source's description is the same wherever the files lie.
+    # The description of the source does not depend on the files' location.
     listing = "".join(f"{p.set} {p.split} {p.info.bin_sha256}\n" for p in pieces)
     source = {
         "kind": "megatron",

@@ -1,4 +1,4 @@
-"""Checks of a `.bin/.idx` pair made elsewhere, and the bytes of text that its tokens stand for."""
+"""Check a `.bin/.idx` pair of another tool, and count the bytes of text of its tokens."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ SPACE = "\u2581"
 
 @dataclass(frozen=True)
 class Tokens:
-    """Findings of one pass over a `.bin`: counts of each id, SHA-256, ends of documents."""
+    """The result of a pass over a `.bin`: counts of ids, SHA-256, ends of documents."""
 
     counts: np.ndarray
     bin_sha256: str
     eod_ends: np.ndarray | None
 
 
-def scan(
+def scan_tokens(
     shard: Shard, info: TokenizerInfo, with_ends: bool, report: Callable[[int], None]
 ) -> Tokens:
-    """Read all tokens of a shard once; `report` gets the bytes of each block.
+    """Read all tokens of a shard once, and return the findings.
 
     Args:
-        with_ends: ask for the positions behind each EOD, int64.
+        with_ends: also return the positions after each EOD, int64.
+        report: called with the size of each block in bytes.
 
     Raises:
-        UserError: an id is not in the vocabulary, no token is EOD, or there is none at all.
+        UserError: an id is not in the vocabulary, no token is EOD, or the shard is empty.
     """
     if not shard.num_sequences or not shard.num_tokens:
         raise UserError(f"{shard.idx_path}: empty, there is no token in it")
@@ -72,7 +73,7 @@ def scan(
 
 
 def count_tokens(shard: Shard, start: int, vocab_size: int) -> np.ndarray:
-    """Return how often each id comes from token `start` on, int64 [vocab_size]."""
+    """Return the number of each id among the tokens from `start` on, int64 [vocab_size]."""
     counts = np.zeros(vocab_size, dtype=np.int64)
     for first in range(start, shard.num_tokens, BLOCK_TOKENS):
         block = shard.read(first, min(first + BLOCK_TOKENS, shard.num_tokens))
@@ -83,14 +84,14 @@ def count_tokens(shard: Shard, start: int, vocab_size: int) -> np.ndarray:
 def document_lengths(
     shard: Shard, tokens: Tokens, info: TokenizerInfo, documents: str
 ) -> np.ndarray:
-    """Return the tokens of each document, EOD included, int32.
+    """Return the number of tokens of each document, EOD included, int32.
 
     Args:
-        documents: what a document is (marks, sequences, eod).
+        documents: the definition of a document (marks, sequences or eod).
 
     Raises:
-        UserError: the index does not cover the `.bin` from end to end in order, or a document does
-            not end with EOD, or has one inside.
+        UserError: the index does not cover the `.bin` completely and in order, or a document does
+            not end with EOD or has another EOD.
     """
     sequence_ends = _sequence_ends(shard)
     if documents == "eod":
@@ -161,25 +162,25 @@ def _check_ends(shard: Shard, ends: np.ndarray, eods: int, info: TokenizerInfo) 
 
 
 class TextBytes:
-    """Counts the UTF-8 bytes of the text of shards, by a table of each token's bytes.
+    """Count the UTF-8 bytes of the text of shards, with a table of each token's bytes.
 
-    The table is tried on documents that are decoded. It may be off by a fixed number for each
-    document (sentencepiece's leading space); where it is off by more, all documents are decoded.
+    The table is checked on decoded documents. It may differ by a constant per document
+    (sentencepiece's leading space); if it differs otherwise, all documents are decoded.
     """
 
     def __init__(self, tokenizer_folder: Path, info: TokenizerInfo) -> None:
         self._info = info
         self._encoder = DocumentEncoder(tokenizer_folder, info.eod_id, info.vocab_size)
-        self._table = bytes_of_tokens(self._encoder.tokenizer, info)
+        self._table = bytes_per_token(self._encoder.tokenizer, info)
         self._extra: int | None = None
 
     def check(self, shard: Shard, lengths: np.ndarray) -> None:
-        """Decode a sample of the documents and encode it again.
+        """Check the tokenizer and the table by decoding and encoding a sample of documents.
 
         Raises:
-            UserError: most of it comes out as other tokens: another tokenizer made them.
+            UserError: most documents are encoded to other tokens, so another tokenizer made them.
         """
-        documents = list(_sample(shard, lengths))
+        documents = list(_sample_documents(shard, lengths))
         texts = [self._encoder.decode(document) for document in documents]
         again = self._encoder.encode_batch(texts)
         pairs = list(zip(documents, again, strict=True))
@@ -198,10 +199,10 @@ class TextBytes:
         self._extra = next(iter(differences), 0) if len(differences) < 2 else None
 
     def count(self, shard: Shard, lengths: np.ndarray, counts: np.ndarray, start: int = 0) -> int:
-        """Return the bytes of text of documents of these lengths, which begin at `start`.
+        """Return the bytes of text of documents with these lengths, the first at token `start`.
 
         Args:
-            counts: how often each token is in them, int64 [vocab_size].
+            counts: the number of each token in the documents, int64 [vocab_size].
         """
         if self._extra is not None:
             with_text = int((lengths > 1).sum())
@@ -213,11 +214,11 @@ class TextBytes:
         return total
 
 
-def bytes_of_tokens(tokenizer: Tokenizer, info: TokenizerInfo) -> np.ndarray:
-    """Return the bytes of text that each token stands for, int64 [vocab_size]; none for EOD.
+def bytes_per_token(tokenizer: Tokenizer, info: TokenizerInfo) -> np.ndarray:
+    """Return the number of bytes of text of each token, int64 [vocab_size]; 0 for EOD.
 
-    By the tokenizer's kind: in a byte-level vocabulary a character is a byte, in sentencepiece's
-    U+2581 is a space and <0xNN> a byte; tokens added to either are their own text.
+    In a byte-level vocabulary every character is a byte. In sentencepiece's, U+2581 is a space and
+    <0xNN> a byte. Added tokens of both are their own text.
     """
     byte_level = "ByteLevel" in str(tokenizer.decoder)
     table = np.zeros(info.vocab_size, dtype=np.int64)
@@ -233,7 +234,7 @@ def bytes_of_tokens(tokenizer: Tokenizer, info: TokenizerInfo) -> np.ndarray:
     return table
 
 
-def _sample(shard: Shard, lengths: np.ndarray) -> Iterator[np.ndarray]:
+def _sample_documents(shard: Shard, lengths: np.ndarray) -> Iterator[np.ndarray]:
     candidates = np.flatnonzero(lengths > 1)
     places = np.linspace(0, len(candidates) - 1, min(len(candidates), SAMPLE_DOCUMENTS), dtype=int)
     ends = np.cumsum(lengths, dtype=np.int64)

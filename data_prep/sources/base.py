@@ -1,8 +1,8 @@
-"""A source of documents: parts in a fixed order, and a way to read each.
+"""The base class of sources of documents, which have parts in a fixed order.
 
-A part is a file, here or on the Hub; so documents have one order, on every machine and for any
-number of workers. Files are in natural order, in which runs of digits count as numbers (chunk2
-before chunk10); training text comes before validation text.
+A part is a file, local or on the Hub. Documents therefore have the same order on every machine and
+for any number of workers. Files are in natural order, in which runs of digits count as numbers
+(chunk2 before chunk10); training text comes before validation text.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from cat_lm.core.files import sha256
 from cat_lm.core.readers import clipped
 from data_prep.sources.documents import TEXT_PER_FILE_BYTE, Document, Malformed, Reading, suffix_of
 
-UNIT_BYTES = 256_000_000  # of input files; some minutes of one core
-UNITS_AT_LEAST = 64  # as far as there are files, so that small sources have work for all cores
-HASHED_BYTES = 256_000_000  # of a source's files: about a second of hashing
+UNIT_BYTES = 256_000_000  # input of a unit of work: a few minutes on one core
+UNITS_AT_LEAST = 64  # if there are as many files, so that small sources occupy all cores
+HASHED_BYTES = 256_000_000  # Up to this size, which takes about a second, sources are hashed.
 UNKNOWN_SET = "unknown"
-NAMED_IN_MANIFEST, NAMED_IN_LOG = 20, 3  # of files that are left out
+NAMED_IN_MANIFEST, NAMED_IN_LOG = 20, 3  # numbers of left-out files whose names are given
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class Part:
-    """A piece of a source that is read in one go: a file, with the split it is known to be of.
+    """A file of a source, or a piece of it, with its split if the source decides it.
 
-    `name` is the same on every machine, and for a copy and the Hub. `size` is in bytes; `sha256` is
-    there where the Hub lists it. With `piece` the part is that much of the file's only document,
-    and `size` counts the bytes of that text. `identity` is equal for all names of one file.
+    Attributes:
+        path: a local path, or an address on the Hub.
+        name: the name within the source, equal on every machine, and for a copy and the Hub.
+        split: train, validation, or None for an undecided split.
+        size: bytes of the file, or of the text of `piece`.
+        sha256: the checksum if the Hub lists it.
+        piece: the range of the file's only document that this part has; None for all of it.
+        identity: equal for all names of one file.
     """
 
     path: Path | str
@@ -54,51 +59,51 @@ class Part:
 
     @property
     def text_bytes(self) -> int:
-        """Return about how many bytes of text there are."""
+        """Return the estimated bytes of text."""
         rate = 1.0 if self.piece else TEXT_PER_FILE_BYTE.get(suffix_of(self.path), 1.0)
         return int(rate * self.size)
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Files that a path stands for and that are not read, for the log and the manifest."""
+    """Files that a path includes but that are not read, for the log and the manifest."""
 
     reason: str
     files: int
-    names: tuple[str, ...]  # of the first ones
+    names: tuple[str, ...]  # the first names
 
     @classmethod
     def of(cls, reason: str, names: Sequence[str]) -> list[LeftOut]:
-        """Return a list of the one entry that these files are, of none where there are none."""
+        """Return a list with one entry for these files, or an empty list without files."""
         shown = tuple(clipped(name, 200) for name in names[:NAMED_IN_MANIFEST])
         return [cls(reason, len(names), shown)] if names else []
 
     def note(self) -> str:
-        """Return the line that the log has of them."""
+        """Return the line for the log."""
         more = ["…"] if self.files > NAMED_IN_LOG else []
         names = ", ".join([*self.names[:NAMED_IN_LOG], *more])
         return f"{self.reason} (files: {self.files:,}): {names}"
 
 
 class Source:
-    """Documents in a fixed order. Subclasses set `kind` and `parts` and implement `read`.
+    """A source of documents in a fixed order. Subclasses set `kind` and `parts`, and have `read`.
 
-    A source can be pickled: its parts may be read in any process, in any order, any number of times
-    with equal result.
+    A source can be pickled. Its parts can be read in any process, in any order, and repeatedly with
+    equal results.
     """
 
     kind: str
     reading: Reading | None = None
     parts: list[Part]
     left_out: Sequence[LeftOut] = ()
-    # Where files that are not read from beginning to end are copied to, so that they are verified.
+    # A folder for copies of files that are not read sequentially, and can only be verified so.
     scratch: Path | None = None
 
     def read(self, part: Part) -> Iterator[Document | Malformed]:
-        """Yield the documents of one part, in order, and in their places the lines that hold none.
+        """Yield the documents of a part in order, and `Malformed` for records without one.
 
         Raises:
-            UserError: the part cannot be read as a whole.
+            UserError: the part cannot be read.
         """
         raise NotImplementedError
 
@@ -108,19 +113,19 @@ class Source:
         return all(part.split for part in self.parts)
 
     def notes(self, held_out: float) -> list[str]:
-        """Return lines for the log on what is left out or, where it is not asked for, held out.
+        """Return lines for the log about files that are left out and about the validation split.
 
         Args:
-            held_out: the share of documents where the source brings no split of its own.
+            held_out: the validation fraction, for sources without a validation split.
         """
         return [entry.note() for entry in self.left_out]
 
     def describe(self) -> dict:
-        """Describe the source for the manifest; equal for equal input, on every machine.
+        """Return the manifest's description of the source, which is equal for equal input.
 
-        Local sources of up to `HASHED_BYTES` are described by the contents of their files too.
-        Larger ones only by names and sizes, because reading terabytes to find that nothing is to
-        be done takes hours: there, an edit that keeps a file's size is not noticed.
+        Local sources of up to `HASHED_BYTES` include a hash of their contents. Larger ones have
+        only names and sizes, because hashing terabytes takes hours: an edit that keeps the size of
+        a file is not noticed.
 
         Raises:
             UserError: a file cannot be read.
@@ -149,20 +154,20 @@ class Source:
 
 
 def unreadable(path: Path | str, error: OSError) -> UserError:
-    """Make the error of a file or folder that cannot be read."""
+    """Return the error for a file or folder that cannot be read."""
     return file_error(f"{path}: cannot be read ({describe_os_error(error)})", error)
 
 
 def counted_with(split: str | None) -> str:
-    """Return the split whose documents a part's count with towards --max-documents and bytes."""
+    """Return the split under whose --max-documents and --max-bytes a part counts."""
     return "validation" if split == "validation" else "train"
 
 
 def read_once(parts: Iterable[Part]) -> tuple[list[Part], list[LeftOut]]:
-    """Return the parts without those that are one file with an earlier one, and these.
+    """Return (the parts without repeated files, entries about the repeated ones).
 
     Raises:
-        UserError: a file is held out under one name and trained on under another.
+        UserError: a file is validation text under one name and training text under another.
     """
     first: dict[Hashable, Part] = {}
     repeated = []
@@ -179,10 +184,9 @@ def read_once(parts: Iterable[Part]) -> tuple[list[Part], list[LeftOut]]:
 
 
 def set_name(record: dict, reading: Reading, default: str = UNKNOWN_SET) -> str:
-    """Return the named set that a record belongs to; `default` where it names none.
+    """Return the set that a record names, or `default`.
 
-    The objects on the way to it may be written out as JSON, as in some parquet mirrors. A name
-    that cannot be printed comes with escapes.
+    Nested objects may be JSON text, as in some parquet mirrors. Unprintable names are escaped.
     """
     value: object = record
     for key in reading.set_key.split("."):
@@ -198,17 +202,17 @@ def set_name(record: dict, reading: Reading, default: str = UNKNOWN_SET) -> str:
 
 
 def in_natural_order(parts: Iterable[Part]) -> list[Part]:
-    """Sort parts by name, runs of digits taken as numbers: chunk1, chunk2, …, chunk10."""
+    """Return parts sorted by name, with digits as numbers: chunk1, chunk2, …, chunk10."""
 
     def key(part: Part) -> tuple[list[str | int], str]:
-        pieces = re.split(r"([0-9]+)", part.name)  # text and digits in turn
+        pieces = re.split(r"([0-9]+)", part.name)  # Text and digits alternate.
         return [int(p) if i % 2 else p for i, p in enumerate(pieces)], part.name
 
     return sorted(parts, key=key)
 
 
 def in_hash_order(parts: Iterable[Part], seed: int) -> list[Part]:
-    """Sort training parts, all but those held out, by a hash of the seed and their names."""
+    """Return all parts but validation ones, sorted by a hash of the seed and the name."""
     found = [part for part in parts if part.split != "validation"]
     found.sort(key=lambda part: hashlib.sha256(f"{seed} {part.name}".encode()).digest())
     return found
@@ -216,10 +220,10 @@ def in_hash_order(parts: Iterable[Part], seed: int) -> list[Part]:
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of the work: consecutive files of one split; `bytes` are theirs on disk.
+    """A unit of work: consecutive files of one split; `bytes` is their size on disk.
 
-    The units follow from the names, order and sizes of the files alone. So every process on every
-    machine has the same ones, and a unit that one of them has encoded is done for all.
+    Units depend only on the names, order and sizes of the files. Every process on every machine has
+    the same ones, so that a unit that one process has encoded is done for all.
     """
 
     number: int
@@ -235,13 +239,13 @@ class Unit:
 
     @property
     def listing_sha256(self) -> str:
-        """Return the hash of what the unit consists of."""
+        """Return a hash of the names and sizes of the unit's files."""
         listing = "".join(f"{part.name} {part.size}\n" for part in self.parts)
         return hashlib.sha256(listing.encode()).hexdigest()
 
 
 def units_of(source: Source) -> list[Unit]:
-    """Return the units of a source; no file is cut."""
+    """Return the units of a source; a file is never divided among units."""
     target = min(UNIT_BYTES, sum(part.size for part in source.parts) // UNITS_AT_LEAST)
     groups: list[list[Part]] = []
     size = 0
@@ -257,6 +261,6 @@ def units_of(source: Source) -> list[Unit]:
 
 
 def task_units(units: list[Unit], task: tuple[int, int] | None) -> list[Unit]:
-    """Return the units of task I of N: every N-th, beginning with unit I; all of them for None."""
+    """Return the units of task I of N (every N-th from unit I on), or all for None."""
     index, count = task or (0, 1)
     return units[index::count]

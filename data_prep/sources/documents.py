@@ -1,7 +1,7 @@
-"""Reading documents out of files: plain text and JSON lines, both also packed, and parquet.
+"""Read documents from files: plain text and JSON lines, both also compressed, and parquet.
 
-A line or row that is no document comes out as `Malformed` in its place, for the caller to count.
-What is wrong with a file as a whole (cut short, damaged, without the column) raises `UserError`.
+A line or row without a document is returned as `Malformed`, for the caller to count. Problems of a
+whole file (cut short, damaged, without the column) raise `UserError`.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from cat_lm.core.readers import clipped
 from data_prep.sources.presets import SET_KEY, TEXT_KEY
 
 BLOCK = 1 << 20
-# A file without line ends, such as one large JSON array, must not be read into memory as a whole.
+# A file without line ends, such as a large JSON array, must not be read into memory completely.
 MAX_LINE = 1 << 29
-MAX_DOCUMENT = 1 << 26  # characters; encoding takes some 70 bytes of memory for each
-SHOWN = 40  # characters of one that is too large
-MAX_WINDOW = 1 << 31  # what `zstd --ultra --long=31` makes; the library's default is 2^27
-# Of a packed file, unpacked in one call: zstd packs 128 KiB into 4 bytes, so 32 MiB at most.
+MAX_DOCUMENT = 1 << 26  # characters; encoding needs about 70 bytes of memory for each
+SHOWN = 40  # characters of a too large document in messages
+MAX_WINDOW = 1 << 31  # the window of `zstd --ultra --long=31`; the library's default is 2^27
+# Compressed bytes per call: zstd packs up to 128 KiB into 4 bytes, so they expand to 32 MiB.
 PIECE = 1024
 PLAIN = (".txt", ".md")
 LINES = (".jsonl", ".ndjson")
-# How much text a byte of such a file holds, for the estimate of disk space only.
+# Bytes of text per byte of a file, for the estimate of disk space only.
 PACKED = {".gz": 3.5, ".zst": 3.5, ".zstd": 3.5, ".bz2": 4.5, ".xz": 4.5}
 TEXT_PER_FILE_BYTE = {
     **dict.fromkeys((*PLAIN, *LINES), 1.0),
-    # A .json by itself is a description or one value; packed ones, as C4's, are JSON lines.
+    # A plain .json is one value; compressed ones, such as C4's, are JSON lines.
     **{kind + end: PACKED[end] for kind in (*PLAIN, *LINES, ".json") for end in PACKED},
     ".parquet": 1.75,  # compressed by snappy, as `datasets` writes it
 }
@@ -45,13 +45,13 @@ KNOWN_KINDS = (
     f"{', '.join((*PLAIN, *LINES))}, each also with {', '.join(PACKED)}; JSON lines as .json.gz "
     "and so on; .parquet"
 )
-COMPRESSED = (*PACKED, ".parquet")  # of these no file has no bytes
-PARQUET_ROWS = 16  # of a batch that is unpacked together
+COMPRESSED = (*PACKED, ".parquet")  # Files of these kinds are never empty.
+PARQUET_ROWS = 16  # rows that are unpacked together
 
 
 @dataclass(frozen=True)
 class Document:
-    """A text, the named set it belongs to, and its split where the source decides it."""
+    """A text, the name of its set, and its split if the source decides it."""
 
     text: str
     set: str
@@ -60,9 +60,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Malformed:
-    """A line or row that holds no document: where ("NAME:LINE" or "NAME: row N"), and why.
+    """A line or row without a document: its place ("NAME:LINE" or "NAME: row N") and the reason.
 
-    NAME is the file's name within the source, the same on every machine.
+    NAME is the file's name within the source, which is equal on every machine.
     """
 
     where: str
@@ -71,10 +71,13 @@ class Malformed:
 
 @dataclass(frozen=True)
 class Reading:
-    """The rules by which files become documents.
+    """The rules for reading documents from files.
 
-    The key of the text, what separates documents in plain text, and the key of a document's named
-    set, whose dots lead into objects: "meta.redpajama_set_name" in SlimPajama.
+    Attributes:
+        text_key: the key of the text in JSON lines and parquet.
+        separator: the text between documents in plain text; None: a file is one document.
+        set_key: the key of the set's name, with dots into nested objects, such as SlimPajama's
+            "meta.redpajama_set_name".
     """
 
     text_key: str = TEXT_KEY
@@ -86,22 +89,22 @@ Record = tuple[str, dict]
 
 
 def suffix_of(path: PurePath | str) -> str | None:
-    """Return the known suffix that a file's name ends with, or None."""
+    """Return the known suffix of a file name, or None."""
     name = PurePath(path).name.lower()
     return next((suffix for suffix in TEXT_PER_FILE_BYTE if name.endswith(suffix)), None)
 
 
 def is_plain(path: PurePath | str) -> bool:
-    """Return True if the file is plain text, packed or not: without a separator one document."""
+    """Return True for plain text, compressed or not, which without a separator is one document."""
     return (suffix_of(path) or "").startswith(PLAIN)
 
 
 def read_file(path: Path, name: str, size: int, reading: Reading) -> Iterator[Record | Malformed]:
-    """Yield the documents of a file on disk in order, as `read_records` does.
+    """Yield the documents of a local file in order, as `read_records` does.
 
     Raises:
-        UserError: it has not `size` bytes, or is written to while it is read: what the manifest
-            says of the input would not be true.
+        UserError: the file does not have `size` bytes or is changed while it is read, so that the
+            manifest's description of the input would be wrong.
     """
     try:
         with open(path, "rb") as stream:
@@ -112,7 +115,7 @@ def read_file(path: Path, name: str, size: int, reading: Reading) -> Iterator[Re
             if (after.st_size, after.st_mtime_ns) != (size, before.st_mtime_ns):
                 raise UserError(f"{path}: has changed since the preparation began; start it again")
     except OSError as error:
-        # Libraries raise it too, with lines of their own.
+        # Libraries also raise OSError, without a number and with texts of several lines.
         reason = describe_os_error(error) if error.errno else _one_line(str(error))
         raise file_error(f"{path}: cannot be read ({reason})", error) from None
 
@@ -120,25 +123,25 @@ def read_file(path: Path, name: str, size: int, reading: Reading) -> Iterator[Re
 def read_records(
     stream: IO[bytes], path: str, name: str, reading: Reading
 ) -> Iterator[Record | Malformed]:
-    """Yield the documents of an open file in order: each one's text, and its record ({} in text).
+    """Yield (text, record) for each document of an open file; the record is {} for plain text.
 
     Args:
-        path: tells the kind of the file by its suffix.
-        name: is where a `Malformed` is said to be.
+        path: the file's path, whose suffix decides its type.
+        name: the file's name in `Malformed`.
 
     Raises:
-        UserError: names `path`, which is damaged or lacks the text's column.
+        UserError: the file is damaged, or has no column of the text.
     """
     suffix = suffix_of(path)
     if suffix == ".parquet":
-        for number, row in enumerate(_parquet_rows(stream, path, reading), 1):
+        for number, row in enumerate(_read_parquet_rows(stream, path, reading), 1):
             yield _parse_row(row, f"{name}: row {number}", reading)
         return
-    unpacked = io.BufferedReader(_Stream(_blocks(stream, path, suffix)), BLOCK)
+    unpacked = io.BufferedReader(_Stream(_decompressed_blocks(stream, path, suffix)), BLOCK)
     if is_plain(path):
-        yield from _read_text(_decoded(unpacked, path), name, reading.separator)
+        yield from _read_text(_decode_blocks(unpacked, path), name, reading.separator)
         return
-    for number, line in enumerate(_lines(unpacked, path), 1):
+    for number, line in enumerate(_read_lines(unpacked, path), 1):
         if not line.isspace():
             yield _parse_line(line, f"{name}:{number}", reading)
 
@@ -185,13 +188,13 @@ def _one_line(text: str) -> str:
 def _read_text(
     pieces: Iterable[str], name: str, separator: str | None
 ) -> Iterator[Record | Malformed]:
-    """Yield the documents of a text; its file may be larger than memory, no document may be."""
-    held: list[str] = []  # of a document, before `text`, in which a separator may begin
-    text, begin = "", None  # what a document that is too large begins with
+    """Yield the documents of a text, which may be larger than memory; a document may not."""
+    held: list[str] = []  # earlier pieces of a document; `text` may end within a separator
+    text, begin = "", None  # `begin` is the beginning of a document that is too large.
     for piece in pieces:
         *texts, text = (text + piece).split(separator) if separator else [text + piece]
         for whole in texts:
-            yield _ended(name, "".join((*held, whole)), begin)
+            yield _finish_document(name, "".join((*held, whole)), begin)
             held, begin = [], None
         cut = max(0, len(text) - len(separator or " ") + 1)
         held.append(text[:cut])
@@ -199,18 +202,18 @@ def _read_text(
         if sum(map(len, held)) > MAX_DOCUMENT:
             begin = "".join(held)[:SHOWN] if begin is None else begin
             if separator is None:
-                break  # which the rest of the file, perhaps hundreds of gigabytes, does not mend
+                break  # Do not read the rest, which may be hundreds of gigabytes.
             held = []
-    yield _ended(name, "".join((*held, text)), begin)
+    yield _finish_document(name, "".join((*held, text)), begin)
 
 
-def _ended(name: str, text: str, begin: str | None) -> Record | Malformed:
+def _finish_document(name: str, text: str, begin: str | None) -> Record | Malformed:
     if begin is not None or len(text) > MAX_DOCUMENT:
         return _too_large(name, begin or text)
     return text, {}
 
 
-def _decoded(stream: io.BufferedReader, path: str) -> Iterator[str]:
+def _decode_blocks(stream: io.BufferedReader, path: str) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     read = 0
     while True:
@@ -234,8 +237,8 @@ def _too_large(where: str, begin: str) -> Malformed:
     )
 
 
-def _blocks(stream: IO[bytes], path: str, suffix: str) -> Iterator[bytes]:
-    # All blocks hold at most `BLOCK` bytes, and are not empty.
+def _decompressed_blocks(stream: IO[bytes], path: str, suffix: str) -> Iterator[bytes]:
+    # Blocks have 1 to `BLOCK` bytes.
     kind = suffix.rpartition(".")[2]
     kind = "zst" if kind == "zstd" else kind
     if f".{kind}" not in PACKED:
@@ -249,21 +252,21 @@ def _blocks(stream: IO[bytes], path: str, suffix: str) -> Iterator[bytes]:
             unpacked = gzip.GzipFile(fileobj=stream)
             yield from iter(lambda: unpacked.read(BLOCK), b"")
         else:
-            yield from _unpacked(stream, kind)
-        if not stream.tell():  # the libraries take no bytes for no text
+            yield from _decompress(stream, kind)
+        if not stream.tell():  # The libraries accept an empty file as an empty text.
             raise EOFError("it is empty")
     except errors as error:
-        if getattr(error, "errno", None):  # the disk's; the libraries' own have none
+        if getattr(error, "errno", None):  # Errors of the disk have a number, the libraries' none.
             raise
         kind = {"gz": "gzip", "zst": "zstd"}.get(kind, kind)
         raise UserError(f"{path}: broken {kind} file ({_one_line(str(error))})") from None
 
 
-def _unpacked(stream: IO[bytes], kind: str) -> Iterator[bytes]:
+def _decompress(stream: IO[bytes], kind: str) -> Iterator[bytes]:
     """Yield the text of all frames of a zstd, bz2 or xz file, in blocks of at most `BLOCK`.
 
-    Some kB unpack to gigabytes, so a call gets few bytes, or returns few. Unlike the libraries' own
-    readers of files, a frame that is cut short, or garbage behind the last, is an error.
+    A few kB may expand to gigabytes, so that each call gets few bytes or returns few. Unlike in the
+    libraries' file readers, an incomplete frame and garbage after the last frame are errors.
     """
     import zstandard
 
@@ -291,21 +294,21 @@ def _unpacked(stream: IO[bytes], kind: str) -> Iterator[bytes]:
 
 class _Stream(io.RawIOBase):
     def __init__(self, blocks: Iterator[bytes]) -> None:
-        self._blocks = blocks
+        self._decompressed_blocks = blocks
         self._left = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        data = self._left or memoryview(next(self._blocks, b""))
+        data = self._left or memoryview(next(self._decompressed_blocks, b""))
         count = min(len(data), len(buffer))
         buffer[:count] = data[:count]
         self._left = data[count:]
         return count
 
 
-def _lines(stream: io.BufferedReader, path: str) -> Iterator[bytes]:
+def _read_lines(stream: io.BufferedReader, path: str) -> Iterator[bytes]:
     number = 0
     while line := stream.readline(MAX_LINE + 1):
         number += 1
@@ -315,12 +318,14 @@ def _lines(stream: io.BufferedReader, path: str) -> Iterator[bytes]:
         yield line
 
 
-def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[dict | Exception]:
+def _read_parquet_rows(
+    stream: IO[bytes], path: str, reading: Reading
+) -> Iterator[dict | Exception]:
     import pyarrow
     import pyarrow.parquet
 
     try:
-        # Columns are read bit by bit: a file may be a single group of rows, of gigabytes.
+        # Read columns in small buffers, because a file may be one row group of gigabytes.
         bit_by_bit = {"pre_buffer": False, "buffer_size": BLOCK}
         with pyarrow.parquet.ParquetFile(stream, **bit_by_bit) as file:
             names = file.schema_arrow.names
@@ -332,15 +337,15 @@ def _parquet_rows(stream: IO[bytes], path: str, reading: Reading) -> Iterator[di
             wanted = (reading.text_key, reading.set_key.partition(".")[0])
             columns = [column for column in names if column in wanted]
             for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
-                yield from _rows(batch)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # of a column's name
-        if getattr(error, "errno", None):  # the disk's; the library's own for a page has none
+                yield from _read_rows(batch)
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # or of a column name
+        if getattr(error, "errno", None):  # Errors of the disk have a number.
             raise
         raise UserError(f"{path}: broken parquet file ({_one_line(str(error))})") from None
 
 
-def _rows(batch) -> Iterator[dict | Exception]:
-    # An error stands in the place of a row with a value that Python cannot hold, such as text that
+def _read_rows(batch) -> Iterator[dict | Exception]:
+    # Yield the error instead of a row with a value that Python cannot represent, such as text that
     # is not UTF-8, or a time after the year 9999.
     errors = (ValueError, OverflowError)
     try:

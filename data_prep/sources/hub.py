@@ -1,4 +1,4 @@
-"""Data set repositories on the Hub: their addresses, listings and files."""
+"""Read data set repositories on the Hub: addresses, listings and ranges of files."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def parse_hub_path(path: str) -> tuple[str, str, str | None]:
 
 
 def is_description(name: str) -> bool:
-    """Return True if a file is what a repository says of itself."""
+    """Return True if a file is a description, such as README.md, and no data."""
     return name.lower().endswith(".md")
 
 
 def list_files(name: str, revision: str, folder: str) -> tuple[list[Part], list[str]]:
-    """Return the files of known kinds in a folder of a repository, and the names of others.
+    """Return (the files of known types in a folder of a repository, the names of other files).
 
-    The former are in natural order and without splits. Descriptions are neither.
+    The files are in natural order and have no splits. Descriptions are in neither list.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
@@ -47,7 +47,7 @@ def list_files(name: str, revision: str, folder: str) -> tuple[list[Part], list[
         if known and not hidden:
             url = f"hf://datasets/{name}@{revision}/{entry.path}"
             digest = entry.lfs.sha256 if entry.lfs else None
-            # In the cache of a download files of one content are one file.
+            # In the cache of a download, files with the same content are one file.
             identity = digest if digest and entry.size else file_name
             parts.append(Part(url, file_name, None, entry.size, digest, identity=identity))
         elif known or not hidden:
@@ -56,7 +56,7 @@ def list_files(name: str, revision: str, folder: str) -> tuple[list[Part], list[
 
 
 def fetch_range(name: str, revision: str, file: str, start: int, stop: int) -> bytes:
-    """Return bytes [start, stop) of a file, by one request that is not repeated here."""
+    """Return the bytes [start, stop) of a file by a single request, without retries."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 

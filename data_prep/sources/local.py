@@ -1,4 +1,4 @@
-"""Documents on this machine: the standard library, and files of text."""
+"""Local sources: Python's standard library, and files of text."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ from data_prep.sources.documents import (
     read_file,
     suffix_of,
 )
-from data_prep.sources.single import Division, describe_divisions, divide, take_piece, with_text
+from data_prep.sources.single import Division, describe_divisions, divide, drop_empty, take_piece
 
-# Parts of the standard library that Linux distributions put into packages of their own, or leave
-# out; without them and the tests every build of one Python version has the same files.
+# Parts of the standard library that Linux distributions package separately or leave out. Without
+# them and the tests, every build of one Python version has the same files.
 NOT_EVERYWHERE = {
     *("__pycache__", "distutils", "ensurepip", "idlelib", "lib2to3", "macholib", "site-packages"),
     *("test", "tests", "tkinter", "turtle", "turtledemo"),
@@ -47,7 +47,7 @@ NOT_EVERYWHERE = {
 
 
 class PythonStdlib(Source):
-    """The source files of the running interpreter's standard library, tests left out."""
+    """The source files of the running interpreter's standard library, without tests."""
 
     kind = "python-stdlib"
 
@@ -63,7 +63,7 @@ class PythonStdlib(Source):
         if not chosen:
             raise UserError(f"{root}: no source files of the standard library; use --source files")
         parts = [Part(root / name, name, size=(root / name).stat().st_size) for name in chosen]
-        (found,) = left_in([Found(parts)], exclude)
+        (found,) = exclude_matches([Found(parts)], exclude)
         self.parts = found.parts
 
     def read(self, part: Part) -> Iterator[Document]:
@@ -82,11 +82,11 @@ class PythonStdlib(Source):
 
 
 class Files(Source):
-    """Text, markdown, JSON lines (packed or not) and parquet: a file, a folder, or a glob pattern.
+    """Text, markdown, JSON lines (compressed or not) and parquet: a file, folder or glob pattern.
 
-    A document's set is what it names under the set key, or else the kind of its file ("jsonl").
-    With `validation_fraction`, texts that are too large to be held out are divided, see `divide`.
-    All other documents are left to the hash of their texts.
+    A document's set is the value of the set key, or else the type of its file ("jsonl"). With
+    `validation_fraction`, texts that are too large for the validation split are divided, see
+    `divide`. The split of all other documents is decided by the hash of their texts.
     """
 
     kind = "files"
@@ -105,20 +105,20 @@ class Files(Source):
         if validation_path is not None:
             self._read_both(path, validation_path, exclude)
             return
-        (found,) = left_in([find_files(path, "--path")], exclude)
+        (found,) = exclude_matches([find_files(path, "--path")], exclude)
         self.parts, repeated = read_once(found.parts)
         self.left_out = [*describe_unread(found.others), *repeated]
         if validation_fraction is not None:
             self.divisions = divide(self.parts, reading, validation_fraction)
         if self.divisions:
             divided = {division.file.path: division.parts() for division in self.divisions}
-            pieces = [divided.get(part.path, [part]) for part in with_text(self.parts)]
+            pieces = [divided.get(part.path, [part]) for part in drop_empty(self.parts)]
             held_out = [last for _, *rest in pieces for last in rest]
             self.parts = [first for first, *_ in pieces] + held_out
 
     def _read_both(self, path: str, validation_path: str, exclude: Sequence[str]) -> None:
         both_paths = (path, "--path"), (validation_path, "--validation-path")
-        both = left_in([find_files(*where) for where in both_paths], exclude)
+        both = exclude_matches([find_files(*where) for where in both_paths], exclude)
         held_out = {part.identity for part in both[1].parts}
         if shared := [part.path for part in both[0].parts if part.identity in held_out]:
             raise UserError(
@@ -161,14 +161,14 @@ class Files(Source):
 
 @dataclass(frozen=True)
 class Found:
-    """The files that a path stands for: those to read, and the names of the others."""
+    """The files that a path includes: those to read, and the names of the others."""
 
     parts: list[Part]
     others: Sequence[str] = ()
 
 
 def describe_unread(names: Sequence[str]) -> list[LeftOut]:
-    """Return an entry on files that are hidden or of no known kind, with their commonest kinds."""
+    """Return an entry about files that are hidden or of unknown types, with the commonest types."""
     suffixes = (Path(name).suffix or "no suffix" for name in names if not name.endswith("/"))
     folders = ("folder" for name in names if name.endswith("/"))
     kinds = Counter(itertools.chain(suffixes, folders)).most_common(5)
@@ -180,20 +180,20 @@ def _matches_any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def left_in(found: Sequence[Found], exclude: Sequence[str]) -> list[Found]:
-    """Leave the files out that a pattern matches by their names, in which * stands for / too.
+def exclude_matches(found: Sequence[Found], exclude: Sequence[str]) -> list[Found]:
+    """Return the files whose names match no pattern; * in a pattern also matches /.
 
     Args:
-        found: what each path stands for; a pattern is to match a file of any of them.
+        found: the files of each path; every pattern must match a file of at least one path.
 
     Raises:
-        UserError: a pattern matches no file, since it is mistyped, or a path is left without any.
+        UserError: a pattern matches no file, or all files of a path are excluded.
     """
     names = [part.name for files in found for part in files.parts]
     others = [name for files in found for name in files.others]
     for pattern in exclude:
         if not any(_matches_any(name, [pattern]) for name in itertools.chain(names, others)):
-            example = max(names, key=lambda name: "/" in name)  # the first below a folder
+            example = max(names, key=lambda name: "/" in name)  # prefers a file in a folder
             raise UserError(
                 f"--exclude {clipped(pattern)}: matches no file; they have names such as {example}"
             )
@@ -207,17 +207,16 @@ def left_in(found: Sequence[Found], exclude: Sequence[str]) -> list[Found]:
     return kept
 
 
-def _below(root: Path) -> Iterator[Path]:
-    """Yield all files below a folder and behind links to folders, and the hidden folders.
+def _walk_files(root: Path) -> Iterator[Path]:
+    """Yield all files below a folder, also through links to folders, and the hidden folders.
 
-    These are not looked into. A link to a folder that the walk is in already, by whatever links, is
-    not followed.
+    Hidden folders are not entered. A link to a folder that contains the link is not followed.
     """
 
     def refuse(error: OSError) -> None:
         raise unreadable(error.filename, error)
 
-    # Of each folder to come, the folders whose links lead to it.
+    # For each folder to visit, the folders whose links lead to it.
     left: dict[str, tuple[Path, ...]] = {str(root): ()}
     for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
         before = left.pop(folder)
@@ -237,9 +236,9 @@ def _below(root: Path) -> Iterator[Path]:
 
 
 def matches(pattern: str) -> Iterator[Path]:
-    """Yield what a glob matches; ** goes through folders as `_below` does.
+    """Yield the files that a glob matches; ** walks through folders as `_walk_files` does.
 
-    The library's goes on through links to folders above, where there are two for ever.
+    The standard library's glob follows links to parent folders, with two of them forever.
     """
     pieces = Path(pattern).parts
     if "**" not in pieces:
@@ -247,36 +246,40 @@ def matches(pattern: str) -> Iterator[Path]:
         return
     cut = pieces.index("**")
     for top in map(Path, glob.glob(os.path.join(*pieces[:cut], "") or "./")):
-        for file in _below(top):
-            if _fits(file.relative_to(top).parts, pieces[cut:]):
+        for file in _walk_files(top):
+            if _matches_pattern(file.relative_to(top).parts, pieces[cut:]):
                 yield file
 
 
-def _fits(names: Sequence[str], pieces: Sequence[str]) -> bool:
-    """Return True if a path's names are what a pattern's pieces stand for, ** for any number."""
+def _matches_pattern(names: Sequence[str], pieces: Sequence[str]) -> bool:
+    """Return True if the names of a path match the pieces of a pattern, ** any number of them."""
     if not pieces:
         return not names
     if pieces[0] == "**":
         rests = (names[start:] for start in range(len(names) + 1))
-        return len(pieces) == 1 or any(_fits(rest, pieces[1:]) for rest in rests)
-    return bool(names) and fnmatch.fnmatchcase(names[0], pieces[0]) and _fits(names[1:], pieces[1:])
+        return len(pieces) == 1 or any(_matches_pattern(rest, pieces[1:]) for rest in rests)
+    return (
+        bool(names)
+        and fnmatch.fnmatchcase(names[0], pieces[0])
+        and _matches_pattern(names[1:], pieces[1:])
+    )
 
 
 def find_files(path: str, flag: str) -> Found:
-    """Find the files that `path` (a file, folder or glob) stands for, with names relative to it.
+    """Return the files of `path` (a file, folder or glob), with names relative to it.
 
-    The names of a glob's matches are relative to the folders before its first wildcard.
+    Names of a glob's matches are relative to the folders before its first wildcard.
 
     Raises:
-        UserError: there are none; begins with `flag`.
+        UserError: there are none; the message begins with `flag`.
     """
     root = Path(path)
     if root.is_file():
         if suffix_of(root) is None:
             raise UserError(f"{flag} {path}: unknown kind of file; known are {KNOWN_KINDS}")
-        return Found([_part(root, root.name)])
+        return Found([_make_part(root, root.name)])
     if root.is_dir():
-        candidates = _below(root)
+        candidates = _walk_files(root)
     else:
         candidates = list(matches(path))
         root = Path(*itertools.takewhile(lambda piece: not glob.has_magic(piece), root.parts))
@@ -292,42 +295,42 @@ def find_files(path: str, flag: str) -> Found:
             continue
         if str(file) != str(file).encode(errors="replace").decode():
             raise UserError(f"{flag} {path}: the name {str(file)!a} is not UTF-8; rename it")
-        found.append(_part(file, file.relative_to(root).as_posix()))
+        found.append(_make_part(file, file.relative_to(root).as_posix()))
     if not found:
         raise UserError(f"{flag} {path}: no file of a known kind in it ({KNOWN_KINDS})")
-    return Found(in_natural_order(found), _name_unread(others, root, found))
+    return Found(in_natural_order(found), _names_to_report(others, root, found))
 
 
-def _part(file: Path, name: str) -> Part:
+def _make_part(file: Path, name: str) -> Part:
     status = file.stat()
-    # Size and time too, since some file systems give several files one number.
+    # Include size and time, since some file systems give several files the same inode number.
     own = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     return Part(file, name, size=status.st_size, identity=own)
 
 
-def _name_unread(others: list[Path], root: Path, parts: list[Part]) -> list[str]:
-    """Return the names of the files that somebody may miss.
+def _names_to_report(others: list[Path], root: Path, parts: list[Part]) -> list[str]:
+    """Return the names of left-out files that a user may expect to be read.
 
-    Not those of our own folders, perhaps of the one that is being made: the manifest would differ
-    after a restart. Nor other names of files that are read: the Hub's cache has hashes. Nor hidden
-    files of no known kind, git's folder and caches.
+    These are not: files of prepared folders, perhaps of the one in progress, with which the
+    manifest would differ after a restart; other names of files that are read, such as the hashes in
+    the Hub's cache; hidden files of unknown types; git's folder and caches.
     """
     indexed = {file.parent for file in others if file.suffix == ".idx"}
     ours = indexed & {file.parent for file in others if file.name == MANIFEST}
     ours |= {file.parent for file in others if file.name == MARK}
     ours.discard(root)
-    ours |= {file for file in others if file.is_dir() and _is_passed_over(file)}
+    ours |= {file for file in others if file.is_dir() and _is_ignored_folder(file)}
     read = {part.identity for part in parts}
     return sorted(
         file.relative_to(root).as_posix() + "/" * file.is_dir()
         for file in others
         if (suffix_of(file) or not _is_hidden(file, root) or file.is_dir())
         and ours.isdisjoint((file, *file.parents))
-        and not (file.is_file() and _part(file, "").identity in read)
+        and not (file.is_file() and _make_part(file, "").identity in read)
     )
 
 
-def _is_passed_over(folder: Path) -> bool:
+def _is_ignored_folder(folder: Path) -> bool:
     if folder.name in (".git", ".cache") or (folder / MARK).is_file():
         return True
     try:

@@ -1,4 +1,4 @@
-"""The source that a command line asks for."""
+"""Open the source of a command line."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def open_source(
     preset: str | None = None,
     commit: str | None = None,
 ) -> Source:
-    """Open the source; with `validation_fraction`, one of a single document is divided for it.
+    """Open the source; with `validation_fraction`, a single document is divided for validation.
 
     Args:
-        exclude: patterns of files that are left out.
-        preset: the name under which the data set was asked for.
-        commit: that of an earlier listing on the Hub, whatever its branch is at now.
+        exclude: patterns of files to leave out.
+        preset: the name of a known data set, or None.
+        commit: the commit of an earlier listing on the Hub, which is used instead of the branch.
 
     Raises:
-        UserError: there is no such thing, or no file matches a pattern.
+        UserError: the source does not exist, or a pattern matches no file.
     """
     if kind == "python-stdlib":
         if path or validation_path:

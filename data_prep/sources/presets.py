@@ -1,7 +1,7 @@
-"""Data sets by name: where their files lie on the Hub, their keys, sizes and licences.
+"""Known data sets (`--source NAME`): their paths on the Hub, keys, sizes and licences.
 
-No file of them was read here: names, columns and sizes are those of stored pages, and README.md
-says which of them are unconfirmed. `--source NAME` reads a preset.
+The names, columns and sizes are those of stored pages; no data were downloaded to check them.
+README.md lists the unconfirmed ones.
 """
 
 from __future__ import annotations
@@ -15,9 +15,14 @@ SET_KEY = "meta.redpajama_set_name"  # SlimPajama's
 
 @dataclass(frozen=True)
 class Preset:
-    """A data set on the Hub. One without validation files holds out documents by their hash.
+    """A data set on the Hub.
 
-    `licence` goes into the manifest; `file_bytes` are those of its files, about, where known.
+    Attributes:
+        path: its repository and folder.
+        licence: recorded in the manifest.
+        kind: the layout, hub or slimpajama.
+        text_key, set_key: the keys of a document's text and of its set.
+        file_bytes: the approximate size of its files, if known.
     """
 
     path: str

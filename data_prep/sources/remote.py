@@ -1,7 +1,7 @@
-"""Reading over a network that fails now and then: waiting, trying again, going on where it broke.
+"""Read files over an unreliable network, with retries that continue where a read has failed.
 
-A preparation runs for days, longer than the few tries of the libraries' own are made for. A failure
-is retried up to `RETRIES` times in a row; a byte of progress begins the count anew.
+A preparation runs for days, for which the few retries of the libraries do not suffice. A failure is
+retried up to `RETRIES` times in a row; any progress resets the count.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fsspec.spec import AbstractBufferedFile
 
 from cat_lm.core.errors import UserError, reason_of, retrying, status_of
 
-RETRIES = 8  # with the waits of cat_lm.core.errors: some four minutes without a byte
-READ_AHEAD = 1 << 24  # bytes of a request; a file of SlimPajama is about as large
+RETRIES = 8  # with the waits of cat_lm.core.errors about four minutes without progress
+READ_AHEAD = 1 << 24  # bytes per request, about a file of SlimPajama
 TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
 HTTP_LIBRARIES = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}
 PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
@@ -24,13 +24,13 @@ PERMANENT = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirector
 T = TypeVar("T")
 
 
-def read_patiently(action: Callable[[], T], what: str, retries: int = RETRIES) -> T:
-    """Return the result of `action`, tried again after failures that may pass.
+def call_with_retries(action: Callable[[], T], what: str, retries: int = RETRIES) -> T:
+    """Return the result of `action`, with retries after transient errors.
 
     Raises:
-        UserError: begins with `what`: the failure is of the lasting kind (no such file, no
-            permission, a name that is no name), or came `retries` + 1 times in a row.
-        Exception: one that is not the network's or the server's comes through as it is.
+        UserError: the error is permanent (no such file, no permission, an invalid name), or came
+            `retries` + 1 times in a row; the message begins with `what`.
+        Exception: errors that are not of the network or the server are raised unchanged.
     """
 
     def failure(error: Exception, attempt: int) -> Exception | None:
@@ -50,11 +50,11 @@ def read_patiently(action: Callable[[], T], what: str, retries: int = RETRIES) -
 
 
 def is_transient(error: Exception) -> bool:
-    """Return True if a failure may pass: a broken connection, a busy server, not a missing file."""
+    """Return True for transient errors, such as a broken connection or a busy server."""
     status = status_of(error)
     if status is not None:
         return status in TRANSIENT_STATUS
-    # The Hub's client raises a connection error where HF_HUB_OFFLINE forbids it to connect.
+    # With HF_HUB_OFFLINE, the Hub's client raises a ConnectionError that is not transient.
     if isinstance(error, PERMANENT) or type(error).__name__ == "OfflineModeIsEnabled":
         return False
     module = type(error).__module__.partition(".")[0]
@@ -62,17 +62,17 @@ def is_transient(error: Exception) -> bool:
 
 
 class RemoteFile(AbstractBufferedFile):
-    """A file of known size behind a network; it is read ahead, a request that fails is repeated."""
+    """A remote file of known size, with read-ahead and retries of failed requests."""
 
     def __init__(
         self, fetch: Callable[[int, int], bytes], what: str, size: int, digest: str | None = None
     ) -> None:
-        """Open it.
+        """Open the file.
 
         Args:
-            fetch: gets the bytes [start, stop) in one request.
-            what: begins the error of a file that cannot be read.
-            digest: the SHA-256 that a file must have which is read from beginning to end.
+            fetch: returns the bytes [start, stop) by one request.
+            what: the beginning of error messages.
+            digest: the expected SHA-256, which is checked if the file is read sequentially.
         """
         self._fetch, self._what, self._digest = fetch, what, digest
         self._hash, self._hashed = hashlib.sha256(), 0
@@ -85,7 +85,7 @@ class RemoteFile(AbstractBufferedFile):
                 raise ConnectionError(f"{len(data)} bytes came, {end - start} were asked for")
             return data
 
-        data = read_patiently(fetch, self._what)
+        data = call_with_retries(fetch, self._what)
         if start == self._hashed:
             self._hash.update(data)
             self._hashed = end

@@ -1,8 +1,8 @@
-"""Data set repositories, here or on the Hub at one commit: SlimPajama's layouts, and any other.
+"""Data set repositories, local or on the Hub at one commit, in SlimPajama's or any other layout.
 
-Files are parquet, JSON lines or text in any folders. Where their names or folders tell the split,
-as `train/`, `validation/` and `test/` or `data/SPLIT-00000-of-….parquet` do, they decide it; else
-documents are held out by their hash. A local copy and the Hub give the same parts.
+Files are parquet, JSON lines or text in any folders. Names of files and folders decide the split if
+they contain it, such as `train/`, `validation/`, `test/` or `data/SPLIT-00000-of-….parquet`.
+Otherwise documents are held out by their hash. A local copy and the Hub give the same parts.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from data_prep.sources.documents import (
     suffix_of,
 )
 from data_prep.sources.hub import fetch_range, is_description, list_files, parse_hub_path
-from data_prep.sources.local import Found, describe_unread, find_files, left_in
+from data_prep.sources.local import Found, describe_unread, exclude_matches, find_files
 from data_prep.sources.presets import PRESETS
-from data_prep.sources.remote import RemoteFile, read_patiently
+from data_prep.sources.remote import RemoteFile, call_with_retries
 
-# The sets that SlimPajama's documents name in meta.redpajama_set_name.
+# The values of meta.redpajama_set_name in SlimPajama.
 KNOWN_SETS = (
     "RedPajamaArXiv",
     "RedPajamaBook",
@@ -54,43 +54,43 @@ KNOWN_SETS = (
     "RedPajamaStackExchange",
     "RedPajamaWikipedia",
 )
-# The folder or file name that says what a file is for, as the Hub's own library reads them.
+# Words in folder or file names that decide the split, as in the Hub's `datasets` library.
 SPLIT_WORDS = {
     "train": ("train", "training"),
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-OPENING_RETRIES = 3  # a command that cannot begin should say so soon
+OPENING_RETRIES = 3  # few, so that a command that cannot start fails soon
 WITHDRAWN = "cerebras/SlimPajama-627B"
 
 T = TypeVar("T")
 
 
 class Repository(Source):
-    """Documents out of files whose names may tell their split, of kind "hub" or "slimpajama".
+    """A source of files whose names may decide their split; `kind` is "hub" or "slimpajama".
 
-    A document's set is what it names under the set key, or else the folder of a set of SlimPajama's
-    that its file is in. Test files are left for evaluation. Subclasses find the files (`_find`) and
-    implement `records`.
+    A document's set is the value of the set key, or else the SlimPajama set in the names of its
+    file's folders. Test files are left out, for evaluation. Subclasses implement `_find`, which
+    returns the files, and `records`.
     """
 
     def __init__(
         self, kind: str, path: str, reading: Reading, exclude: Sequence[str], preset: str | None
     ) -> None:
-        """Choose the parts.
+        """Find the files and set the parts.
 
         Args:
-            exclude: patterns of files that are left out.
-            preset: the name under which the set was asked for.
+            exclude: patterns of files to leave out.
+            preset: the name of a known data set, or None.
 
         Raises:
-            UserError: no file is left for training, or one is held out under another name.
+            UserError: no file is left for training, or a training file is also a validation file.
         """
         self.kind, self.path, self.reading, self.preset = kind, path, reading, preset
         self.share: dict | None = None
-        (found,) = left_in([self._find()], exclude)
+        (found,) = exclude_matches([self._find()], exclude)
         files = found.parts
-        chosen = with_splits(files)
+        chosen = assign_splits(files)
         self.parts, repeated = read_once(chosen)
         names = {part.name for part in chosen}
         nameless = [f.name for f in files if f.name not in names and not split_of_name(f.name)]
@@ -100,18 +100,18 @@ class Repository(Source):
             raise UserError(f"--path {path}: its files are all held out, none is for training")
 
     def _find(self) -> Found:
-        """Return the files of known kinds, and the names of others but for descriptions."""
+        """Return the files of known types, and the names of other files without descriptions."""
         raise NotImplementedError
 
     def keep_share(self, share: float, seed: int) -> None:
-        """Keep that share of the training files, at least one, by a hash of seed and name."""
+        """Keep this share of the training files (at least one), by a hash of their names."""
         files = in_hash_order(self.parts, seed)
         kept = {part.name for part in files[: ceil(Fraction(str(share)) * len(files))]}
         self.share = {"share": share, "files": len(kept), "of": len(files)}
         self.parts = [p for p in self.parts if p.split == "validation" or p.name in kept]
 
     def records(self, part: Part) -> Iterator[Record | Malformed]:
-        """Yield the texts and records of a part, in order."""
+        """Yield (text, record) for the documents of a part in order."""
         raise NotImplementedError
 
     def read(self, part: Part) -> Iterator[Document | Malformed]:
@@ -150,11 +150,11 @@ class Repository(Source):
 
 
 class Snapshot(Repository):
-    """A local copy: of a repository as a whole, of a folder of it, or of some of its files."""
+    """A local copy of a repository, of a folder of it, or of some of its files."""
 
     def _find(self) -> Found:
         path, root = self.path, Path(self.path)
-        # In the Hub's cache each revision that was downloaded has a folder of its own.
+        # The Hub's cache has a folder for each downloaded revision.
         if (root / "blobs").is_dir() and (revisions := sorted(root.glob("snapshots/*/"))):
             raise UserError(f"--path {path}: is a cache of the Hub's; give {revisions[-1]}")
         found = find_files(path, "--path")
@@ -168,7 +168,7 @@ class Snapshot(Repository):
 
 
 def split_of_name(name: str) -> str | None:
-    """Return the split that a file's folders (outermost first) or its own name speak of."""
+    """Return the split in the names of a file's folders (outermost first) or of the file."""
     for component in name.lower().split("/"):
         words = set(re.findall("[a-z]+", component))
         for split, known in SPLIT_WORDS.items():
@@ -177,11 +177,11 @@ def split_of_name(name: str) -> str | None:
     return None
 
 
-def with_splits(files: list[Part]) -> list[Part]:
-    """Return training files, then validation files; test files, and others, are left out.
+def assign_splits(files: list[Part]) -> list[Part]:
+    """Return training files, then validation files, without test files and files of no split.
 
-    Without any training file in name, all that is not held out is training text. Without any
-    validation file, the split is left open.
+    If no file is named for training, the files of no split are for training. Without validation
+    files the split stays undecided.
     """
     splits = [split_of_name(file.name) for file in files]
     training = "train" if "train" in splits else None
@@ -199,8 +199,8 @@ def with_splits(files: list[Part]) -> list[Part]:
 class Hub(Repository):
     """A repository on the Hub: `hub:OWNER/NAME[/FOLDER][@REVISION]`.
 
-    The parts are the repository's files of known kinds, so that each is read, and read again after
-    a failure, on its own; the order and the names are those of a local copy.
+    The parts are its files of known types, each of which is read, and retried, separately. Order
+    and names are those of a local copy.
     """
 
     def __init__(
@@ -212,25 +212,25 @@ class Hub(Repository):
         preset: str | None,
         commit: str | None,
     ) -> None:
-        """List the files at `commit`, or where it is None at the commit of the revision now."""
-        self.path = path  # for what `_ask` says
+        """List the files at `commit`; None stands for the present commit of the revision."""
+        self.path = path  # used in the messages of `_ask_hub`
         self.name, self.folder, asked = parse_hub_path(path)
-        self.revision = commit or self._ask(lambda: resolve_commit(self.name, asked, "dataset"))
+        self.revision = commit or self._ask_hub(lambda: resolve_commit(self.name, asked, "dataset"))
         super().__init__(kind, path, reading, exclude, preset)
 
     def _find(self) -> Found:
-        files, others = self._ask(lambda: list_files(self.name, self.revision, self.folder))
+        files, others = self._ask_hub(lambda: list_files(self.name, self.revision, self.folder))
         if not files:
             raise UserError(f"--path {self.path}: no file of a known kind in it ({KNOWN_KINDS})")
         return Found(files, others)
 
     def records(self, part: Part) -> Iterator[Record | Malformed]:
         where = f"{part.path}: cannot be read"
-        file = RemoteFile(self._fetching(part), where, part.size, part.sha256)
+        file = RemoteFile(self._range_reader(part), where, part.size, part.sha256)
         if self.scratch is None or suffix_of(part.path) != ".parquet":
             yield from read_records(file, str(part.path), part.name, self.reading)
             return
-        # Its columns are read from the end and here and there: only a copy can be verified.
+        # Parquet is not read sequentially, so that only a local copy can be verified.
         with tempfile.TemporaryFile(dir=self.scratch) as copy:
             shutil.copyfileobj(file, copy, BLOCK)
             copy.seek(0)
@@ -239,13 +239,13 @@ class Hub(Repository):
     def describe(self) -> dict:
         return {**super().describe(), "revision": self.revision}
 
-    def _fetching(self, part: Part) -> Callable[[int, int], bytes]:
+    def _range_reader(self, part: Part) -> Callable[[int, int], bytes]:
         file = f"{self.folder}/{part.name}" if self.folder else part.name
         return lambda start, stop: fetch_range(self.name, self.revision, file, start, stop)
 
-    def _ask(self, action: Callable[[], T]) -> T:
+    def _ask_hub(self, action: Callable[[], T]) -> T:
         what = f"--path {self.path}: cannot be read from the Hub"
         if self.name.lower() == WITHDRAWN.lower():
             copy = PRESETS["slimpajama-627b"].path
             what += f", which has not had this repository at all times since 2026; {copy} is a copy"
-        return read_patiently(action, what, OPENING_RETRIES)
+        return call_with_retries(action, what, OPENING_RETRIES)

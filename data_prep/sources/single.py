@@ -1,4 +1,4 @@
-"""Texts too large to be held out as a whole: their last parts are, since no hash divides them."""
+"""Divide texts that are too large for the validation split, which gets their last part."""
 
 from __future__ import annotations
 
@@ -17,15 +17,20 @@ from data_prep.sources.documents import (
     read_file,
 )
 
-LOOKED_AT = 1000  # records without a second document: then a file is left as it is
-ENDS = (("line", rb"\n"), ("word", rb"\s"))  # of what a text may be cut at, the better one first
+LOOKED_AT = 1000  # After this number of records a file is not divided.
+ENDS = (("line", rb"\n"), ("word", rb"\s"))  # where a text may be cut, the better place first
 
 
 @dataclass(frozen=True)
 class Division:
-    """A file's only document, cut before character `start` of `characters`, at the end of `place`.
+    """The division of a file's only document into training and validation text.
 
-    `train_bytes` and `validation_bytes` are of the UTF-8 text before and behind the cut.
+    Attributes:
+        file: the file.
+        place: what ends at the cut, line or word.
+        start: the first character of the validation text.
+        characters: the number of characters of the document.
+        train_bytes, validation_bytes: sizes of the UTF-8 text before and after the cut.
     """
 
     file: Part
@@ -36,7 +41,7 @@ class Division:
     validation_bytes: int
 
     def parts(self) -> list[Part]:
-        """Return the two pieces, each as a part of its own."""
+        """Return the training and the validation piece as parts."""
         return [
             self._part("train", 0, self.start, self.train_bytes),
             self._part("validation", self.start, self.characters, self.validation_bytes),
@@ -49,7 +54,7 @@ class Division:
 
 
 def describe_divisions(divisions: Sequence[Division]) -> str:
-    """Return the line that the log has of all texts that are divided."""
+    """Return the line for the log about all divided texts."""
     first = divisions[0]
     held_out = sum(division.validation_bytes for division in divisions)
     total = held_out + sum(division.train_bytes for division in divisions)
@@ -61,33 +66,33 @@ def describe_divisions(divisions: Sequence[Division]) -> str:
     return f"{begin} {len(divisions)} texts, {larger}; the first is {first.file.path}"
 
 
-def with_text(files: list[Part]) -> list[Part]:
-    """Return the files that are not empty; an empty compressed one is damaged, and is read."""
+def drop_empty(files: list[Part]) -> list[Part]:
+    """Return the non-empty files, and empty compressed ones, whose damage is then reported."""
     return [file for file in files if file.size or str(file.path).lower().endswith(COMPRESSED)]
 
 
 def divide(files: list[Part], reading: Reading, fraction: float) -> list[Division]:
-    """Cut the texts that are too large to be held out, so that their last `fraction` can be.
+    """Return divisions of the texts that are too large for the validation split.
 
-    That is the only document of these files; of several text files, those which are larger than
-    the `fraction` of all of them: held out as a whole they would be too much, and other, small
-    files alone would be no measure of them. None where there is no document, or where it is too
-    large to be encoded.
+    A single document is divided, with its last `fraction` for validation. Of several text files,
+    those larger than `fraction` of all text are divided, because they would be too much for the
+    validation split, and small files alone would not represent them. No division is made without
+    documents, or of one that is too large to be encoded.
 
     Raises:
-        UserError: the only document cannot be cut: it is too short, or a separator was to divide it
-            and does not.
+        UserError: the only document is too short to be divided, or --document-separator was given
+            and does not occur in it.
     """
-    files = with_text(files)
+    files = drop_empty(files)
     if len(files) > 1 and reading.separator is None:
         share = fraction * sum(file.text_bytes for file in files)
         large = (file for file in files if is_plain(file.path) and file.text_bytes > share)
-        texts = ((file, _only_text(file, reading)) for file in large)
-        return [cut for file, text in texts if text and (cut := _cut(file, text, fraction))]
+        texts = ((file, _read_only_text(file, reading)) for file in large)
+        return [cut for file, text in texts if text and (cut := _divide_text(file, text, fraction))]
     if len(files) != 1:
         return []
     (file,) = files
-    text = _only_text(file, reading)
+    text = _read_only_text(file, reading)
     if text is None:
         return []
     if reading.separator is not None and is_plain(file.path):
@@ -95,7 +100,7 @@ def divide(files: list[Part], reading: Reading, fraction: float) -> list[Divisio
             f"--document-separator {reading.separator!r}: {file.path} is a single document by it, "
             "which leaves none to hold out; give another, or none to hold out the text's last part"
         )
-    division = _cut(file, text, fraction)
+    division = _divide_text(file, text, fraction)
     if division is None:
         raise UserError(
             f"{file.path}: a single document of {len(text.encode()):,} bytes, in which no line and "
@@ -105,7 +110,7 @@ def divide(files: list[Part], reading: Reading, fraction: float) -> list[Divisio
     return [division]
 
 
-def _cut(file: Part, text: str, fraction: float) -> Division | None:
+def _divide_text(file: Part, text: str, fraction: float) -> Division | None:
     data = text.encode()
     found = find_cut(data, fraction)
     if found is None:
@@ -115,13 +120,13 @@ def _cut(file: Part, text: str, fraction: float) -> Division | None:
     return Division(file, place, start, len(text), cut, len(data) - cut)
 
 
-def _only_text(file: Part, reading: Reading) -> str | None:
+def _read_only_text(file: Part, reading: Reading) -> str | None:
     text = None
     for number, item in enumerate(read_file(file.path, file.name, file.size, reading)):
         if number == LOOKED_AT:
             return None
         if isinstance(item, Malformed) and is_plain(file.path):
-            return None  # a document, too, but too large
+            return None  # It is a document that is too large.
         if isinstance(item, Malformed) or not item[0]:
             continue
         if text is not None:
@@ -131,16 +136,17 @@ def _only_text(file: Part, reading: Reading) -> str | None:
 
 
 def find_cut(data: bytes, fraction: float) -> tuple[str, int] | None:
-    """Find the start of a UTF-8 text's last `fraction`: what ends there, and the byte behind it.
+    """Return where to cut off about the last `fraction` of a UTF-8 text: (line or word, byte).
 
-    That is the line's end nearest to it, and the word's where no line ends within half to twice of
-    what is asked for. Both sides keep more than whitespace. None where there is no such place.
+    It is the line end that is nearest to the fraction, or a word end if no line ends between half
+    and twice the fraction. Both sides have more than whitespace. Return None if there is no such
+    place.
     """
     size, wanted = len(data), len(data) * (1 - fraction)
     low = max(size - len(data.lstrip()) + 1, int(size * (1 - 2 * fraction)))
     high = min(len(data.rstrip()) - 1, int(size * (1 - fraction / 2)))
     for place, pattern in ENDS:
-        # An end is the place behind a character: that of the first possible one lies before `low`.
+        # The end at `low` is matched by the character before it.
         window = re.compile(pattern).finditer(data, max(0, low - 1), max(0, high))
         ends = (match.end() for match in window)
         if cut := min(ends, key=lambda end: abs(end - wanted), default=None):
@@ -149,9 +155,9 @@ def find_cut(data: bytes, fraction: float) -> tuple[str, int] | None:
 
 
 def take_piece(records: Iterator[Record | Malformed], part: Part) -> Iterator[Record | Malformed]:
-    """Yield the part's piece of the only document among `records`.
+    """Yield a part's piece of the only document among `records`.
 
-    What is no document or has no text comes out with the training piece alone, to be counted once.
+    Malformed and empty records are yielded with the training piece only, so that they count once.
     """
     for item in records:
         if not isinstance(item, Malformed) and item[0]:

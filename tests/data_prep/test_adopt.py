@@ -165,8 +165,8 @@ def test_the_last_documents_of_a_single_pair_can_be_held_out(tmp_path, pairs, do
 def test_bytes_of_held_out_documents_are_their_own_where_all_are_decoded(
     tmp_path, pairs, monkeypatch
 ):
-    real = validate.bytes_of_tokens
-    monkeypatch.setattr(validate, "bytes_of_tokens", lambda *given: real(*given) + 1)
+    real = validate.bytes_per_token
+    monkeypatch.setattr(validate, "bytes_per_token", lambda *given: real(*given) + 1)
     flags = ("--link", "copy", "--validation-documents", 7)
     folder = run(tmp_path / "out", pairs[0], [], *flags)
     splits = json.loads((folder / "manifest.json").read_text())["splits"]
@@ -277,8 +277,8 @@ def test_bytes_of_text_are_counted_exactly_without_decoding(
     expected = sum(len(normalized(text).encode()) for text in texts)
     assert manifest["splits"]["train"]["bytes"] == expected
     assert "decoding all documents" not in capsys.readouterr().out
-    real = validate.bytes_of_tokens  # with a table that is wrong, all documents are decoded
-    monkeypatch.setattr(validate, "bytes_of_tokens", lambda *given: real(*given) + 1)
+    real = validate.bytes_per_token  # with a table that is wrong, all documents are decoded
+    monkeypatch.setattr(validate, "bytes_per_token", lambda *given: real(*given) + 1)
     folder = run(tmp_path / "decoded", train, held, tokenizer=str(path))
     assert "decoding all documents" in capsys.readouterr().out
     manifest = json.loads((folder / "manifest.json").read_text())

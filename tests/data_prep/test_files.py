@@ -96,7 +96,7 @@ def test_the_standard_library_and_raw_bytes_say_what_is_temporary(tmp_path, monk
     (tmp_path / "text8").write_bytes(b"text")
     monkeypatch.setattr(raw_bytes, "sha256", failing)
     with pytest.raises(TemporaryError, match=r"^--path .*text8: cannot be read \("):
-        raw_bytes._describe(tmp_path / "text8", [4])
+        raw_bytes._describe_source(tmp_path / "text8", [4])
 
 
 def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path, monkeypatch):

@@ -148,10 +148,10 @@ def test_what_file_names_say_of_the_split():
     ):
         assert repository.split_of_name(name) == split
     parts = [Part(name, name, size=1) for name in ("a.jsonl", "b.jsonl", "dev.jsonl", "test.jsonl")]
-    assert [(p.name, p.split) for p in repository.with_splits(parts)] == [
+    assert [(p.name, p.split) for p in repository.assign_splits(parts)] == [
         *(("a.jsonl", "train"), ("b.jsonl", "train"), ("dev.jsonl", "validation"))
     ]
-    assert repository.with_splits(parts[:2]) == parts[:2]  # whose split is left open
+    assert repository.assign_splits(parts[:2]) == parts[:2]  # whose split is left open
 
 
 def test_files_of_unknown_kinds_and_copies_are_named(server):

@@ -103,10 +103,10 @@ def test_what_is_killed_while_it_is_moved_is_not_made_again(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(real, "_move_up", killed)
+        patched.setattr(real, "_replace_data", killed)
         with pytest.raises(KeyboardInterrupt):
             prepare(out, *then)
-    monkeypatch.setattr("data_prep.assemble.pipeline._set_up", killed)
+    monkeypatch.setattr("data_prep.assemble.pipeline._plan_job", killed)
     prepare(out, *then)
     assert read_manifest(out)["arguments"]["sets"] == ["Small"]
     assert not list(out.glob(".*lock")) and not (out / "unfinished").exists()

@@ -98,7 +98,9 @@ def test_bad_line_is_named_in_its_place_and_the_others_are_read(line):
 
 @pytest.mark.parametrize("packing", [packing for packing in PACK if packing])
 def test_packed_files_are_unpacked_in_bounded_memory(packing):
-    blocks = reader._blocks(io.BytesIO(PACK[packing](bytes(1 << 26))), "x", f".txt{packing}")
+    blocks = reader._decompressed_blocks(
+        io.BytesIO(PACK[packing](bytes(1 << 26))), "x", f".txt{packing}"
+    )
     tracemalloc.start()
     size, (_, peak) = sum(map(len, blocks)), tracemalloc.get_traced_memory()
     tracemalloc.stop()
