@@ -1,3 +1,3 @@
-"""Starting the project: the scripts' environment and the main job."""
+"""Set up the environment, check machines, and launch runs on one machine or on SLURM."""
 
-import cat_lm  # noqa: F401 -- before all others: it drops the working directory from the path
+import cat_lm  # noqa: F401 -- must be first: it removes the working directory from the path

@@ -1,8 +1,8 @@
 """Make the virtual environment of this checkout, or bring it up to date.
 
-environment.sh finds the interpreter and runs this file with it, before anything is installed: the
-standard library only. The environment is finished when its record says so; a run that is cut off
-at any moment leaves an unfinished record, and the next run repairs what it finds.
+environment.sh finds an interpreter and runs this file before anything is installed, so that it uses
+the standard library only. A record in the environment marks it as finished; after an interruption
+the next run repairs an unfinished one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RECORD = VENV / "cat_lm-environment.json"
 LOG = VENV / "install.log"
 THIS_PYTHON = "{}.{}".format(*sys.version_info[:2])
 
-# Settings of pip's configuration and the variables by which uv takes the same.
+# Settings of pip's configuration, and the variables with the same meaning for uv.
 UV_SETTINGS = {
     "index-url": "UV_DEFAULT_INDEX",
     "extra-index-url": "UV_INDEX",
@@ -43,13 +43,13 @@ UV_SETTINGS = {
     "proxy": "ALL_PROXY",
 }
 
-# Settings that change what is installed and that uv does not take from variables.
+# Settings that change what is installed, and that uv cannot read from variables.
 ONLY_OF_PIP = ("no-index", "no-binary", "only-binary", "pre", "require-hashes")
 
-# Patterns of pip's output and what they mean; the first that is found is the reason of a failure.
+# Patterns in pip's output and their meaning; the first match is the reason of a failure.
 REASONS = (
     (r"No space left on device|Disk quota exceeded", "the disk is full"),
-    # pip goes on after this, and says that the index has no such package.
+    # pip continues after this error, and then reports that the index has no such package.
     (
         r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError|SSLError"
         r"|Network is unreachable|Connection (?:refused|reset|aborted)|Temporary failure in name",
@@ -61,14 +61,14 @@ REASONS = (
 
 
 class EnvironmentFailed(Exception):
-    """The environment cannot be made; the message is the one line shown."""
+    """The environment cannot be made; the message is one line for the user."""
 
 
-# What setup.cfg and requirements.txt ask for
+# The requirements in setup.cfg and requirements.txt
 
 
 def is_supported_torch(version: str | None) -> bool:
-    """Return True if a torch version, such as 2.13.0+cu130, lies in the range of setup.cfg.
+    """Return True if a torch version, such as 2.13.0+cu130, is in the range of setup.cfg.
 
     `packaging` is not used because nothing is installed yet.
     """
@@ -81,25 +81,25 @@ def is_supported_torch(version: str | None) -> bool:
     return minor(low) <= minor(version or "") < minor(high)
 
 
-def pins() -> dict[str, str]:
+def read_pins() -> dict[str, str]:
     """Return the exact version of each package in requirements.txt."""
     lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
     return dict(line.split("==") for line in lines if line and not line.startswith("#"))
 
 
 def fingerprint() -> str:
-    """Hash every file that decides what is installed."""
+    """Return a hash of all files that determine what is installed."""
     digest = hashlib.sha256()
     for name in ("requirements.txt", "setup.cfg", "pyproject.toml"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
 
 
-# What is there
+# The present state
 
 
 def base_python() -> str:
-    """Return the interpreter under the running one: itself unless that is of an environment."""
+    """Return the interpreter below a virtual environment, or the running one outside of it."""
     return getattr(sys, "_base_executable", None) or sys.executable
 
 
@@ -117,10 +117,10 @@ print(json.dumps(found))
 """
 
 
-def look_into(python: str | Path) -> dict[str, Any]:
-    """Return the versions of an interpreter, and of the torch and triton that it would import.
+def read_versions(python: str | Path) -> dict[str, Any]:
+    """Return the versions of an interpreter and of the torch and triton that it would import.
 
-    Empty where it does not run; `folder` is where that torch is installed.
+    `folder` is the folder of this torch. Return {} if the interpreter does not run.
     """
     with contextlib.suppress(OSError, ValueError):
         return json.loads(subprocess.run([python, "-c", LOOK], capture_output=True).stdout)
@@ -128,7 +128,7 @@ def look_into(python: str | Path) -> dict[str, Any]:
 
 
 def read_record() -> dict[str, Any]:
-    """Return the record of an environment that these scripts made; empty for any other."""
+    """Return the record of an environment that these scripts made; {} for any other."""
     try:
         return json.loads(RECORD.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -143,35 +143,35 @@ def write_record(**record: Any) -> None:
 
 
 def is_current() -> bool:
-    """Return True if the environment is finished, for this Python, place and requirements."""
+    """Return True if the environment is finished for this Python, folder and requirements."""
     wanted = {"root": str(ROOT), "python": THIS_PYTHON, "fingerprint": fingerprint()}
     found = read_record()
     return found == found | wanted | {"finished": True} and is_supported_torch(
-        look_into(VENV_PYTHON).get("torch")
+        read_versions(VENV_PYTHON).get("torch")
     )
 
 
 def probe() -> int:
-    """Print whether this Python will do: the version of its torch, if any, or what it lacks."""
+    """Print the supported torch of this Python, if any, or the modules that it lacks (code 1)."""
     has = importlib.util.find_spec
     lacking = [name for name in ("venv", "ensurepip") if has(name) is None]
-    if lacking and not (Path(sys.prefix) == VENV and has("pip")):  # the environment is there
+    if lacking and not (Path(sys.prefix) == VENV and has("pip")):  # The environment exists already.
         print(
             f"has no {' and no '.join(lacking)} module "
             f"(Debian, Ubuntu: apt install python{THIS_PYTHON}-venv)"
         )
         return 1
-    torch = look_into(base_python()).get("torch")
+    torch = read_versions(base_python()).get("torch")
     print(torch if is_supported_torch(torch) else "")
     return 0
 
 
-# Making it
+# Installation
 
 
 @contextlib.contextmanager
-def phase(title: str) -> Iterator[None]:
-    """Print one line: the title at the start, the seconds at the end."""
+def timed_phase(title: str) -> Iterator[None]:
+    """Print the title of a phase at its start, and its seconds at the end."""
     started = time.monotonic()
     print(f"environment: {title} ...", end=" ", flush=True)
     try:
@@ -184,16 +184,16 @@ def phase(title: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """Let one installation run at a time; a second one waits and then finds everything done."""
+    """Lock the installation; a second process waits, and then finds everything installed."""
     with open(ROOT / "setup.cfg", "rb") as file:
-        # Some network file systems lock no file: there the user must not start two at once.
+        # Some network file systems have no locks; there a user must not start two at once.
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def explain(log: str) -> str:
-    """Return the reason of a failed installation, in words, from the installer's output."""
+def find_reason(log: str) -> str:
+    """Return the reason of a failed installation as text, from the installer's output."""
     for pattern, reason in REASONS:
         if found := re.findall(pattern, log, flags=re.MULTILINE):
             return reason.format(found[-1])
@@ -201,9 +201,9 @@ def explain(log: str) -> str:
 
 
 def run_logged(arguments: list[str], what: str, **environment: str) -> None:
-    """Run a command with its output in the log; raise with the reason where it fails."""
+    """Run a command with its output in the log. Raises EnvironmentFailed with the reason."""
     settings = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1"}
-    # Left over from the user's configuration, these send packages past the environment.
+    # With these variables of the user, packages would be installed outside of the environment.
     for name in ("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PYTHONPATH", "PYTHONHOME"):
         settings.pop(name, None)
     settings |= {"PIP_USER": "0", **environment}
@@ -217,17 +217,17 @@ def run_logged(arguments: list[str], what: str, **environment: str) -> None:
         log.seek(start)
         output = log.read()
     if result.returncode != 0:
-        raise EnvironmentFailed(f"{what}: {explain(output)} (log: {LOG})")
+        raise EnvironmentFailed(f"{what}: {find_reason(output)} (log: {LOG})")
 
 
-def make_usable() -> None:
-    """Leave a .venv that runs this Python: the present one, or a new one in its place."""
-    record, present = read_record(), look_into(VENV_PYTHON).get("python")
+def make_or_replace_venv() -> None:
+    """Make .venv run this Python, if necessary by replacing an environment of these scripts."""
+    record, present = read_record(), read_versions(VENV_PYTHON).get("python")
     moved = record.get("root", str(ROOT)) != str(ROOT)
     if present == THIS_PYTHON and not moved:
         return
     contents = list(VENV.iterdir()) if VENV.exists() else []
-    # A link may lead to the environment of another checkout, which still needs it.
+    # Do not delete through a link, which may lead to another checkout's environment.
     if contents and (VENV.is_symlink() or not record.get("created_here")):
         raise EnvironmentFailed(
             f"{VENV} holds {f'Python {present}' if present else 'no environment'}"
@@ -237,19 +237,19 @@ def make_usable() -> None:
     for path in contents:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     VENV.mkdir(exist_ok=True)
-    write_record(finished=False, created_here=True)  # before anything else is in it
+    write_record(finished=False, created_here=True)  # Write it before anything else.
     arguments = [base_python(), "-m", "venv", str(VENV)]
-    if is_supported_torch(look_into(base_python()).get("torch")):
+    if is_supported_torch(read_versions(base_python()).get("torch")):
         arguments.append("--system-site-packages")
-    with phase(f"making .venv with Python {sys.version.split()[0]}"):
+    with timed_phase(f"making .venv with Python {sys.version.split()[0]}"):
         run_logged(arguments, "the virtual environment could not be made")
 
 
 def remove_half_installed() -> None:
-    """Remove the metadata of packages whose installation or removal was cut off.
+    """Remove the metadata of packages whose installation or removal was interrupted.
 
-    pip writes RECORD last, uv INSTALLER; they would take such a package for a whole one. The names
-    that begin with ~ are what pip moved aside during a removal.
+    Installers would take such packages for complete ones. pip writes RECORD last, and uv INSTALLER.
+    Names that begin with ~ are what pip has renamed during a removal.
     """
     for site_packages in VENV.glob("lib/python*/site-packages"):
         cut_off = [
@@ -261,13 +261,13 @@ def remove_half_installed() -> None:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
-def torch_to_keep(record: dict[str, Any], there: dict[str, Any]) -> str | None:
-    """Return the version of a torch that somebody else put where .venv finds it, if it may stay."""
-    installed, pinned = there.get("torch"), pins()["torch"]
+def choose_kept_torch(record: dict[str, Any], there: dict[str, Any]) -> str | None:
+    """Return the version of a supported torch that others have installed, or None."""
+    installed, pinned = there.get("torch"), read_pins()["torch"]
     if installed is None or installed == record.get("torch_installed"):
         return None
     if installed.split("+")[0] == pinned and Path(there["folder"]).is_relative_to(VENV):
-        return None  # It satisfies the pin as it is.
+        return None  # It already has the pinned version.
     if is_supported_torch(installed):
         print(f"environment: keeping torch {installed}, which is in the range of setup.cfg")
         return installed
@@ -276,30 +276,30 @@ def torch_to_keep(record: dict[str, Any], there: dict[str, Any]) -> str | None:
 
 
 def write_requirements(kept_torch: str | None, has_triton: bool) -> None:
-    """Write into .venv what is to be installed and which versions may not change."""
-    wanted = pins()
+    """Write the requirements and the constraints of the installation into .venv."""
+    wanted = read_pins()
     fixed = [f"setuptools=={wanted['setuptools']}"]
     if kept_torch:
         del wanted["torch"]
         fixed.append(f"torch=={kept_torch}")
         if has_triton:
-            # A torch for GPUs comes with the triton that it was built for.
+            # Keep the triton that came with a torch for GPUs.
             del wanted["triton"]
     lines = [f"{package}=={version}" for package, version in wanted.items()]
     (VENV / "requirements.txt").write_text("\n".join([*lines, ""]), encoding="utf-8")
     (VENV / "constraints.txt").write_text("\n".join([*fixed, ""]), encoding="utf-8")
 
 
-def uv_settings() -> dict[str, str]:
-    """Return variables that make uv use the indexes and certificates of pip's configuration.
+def read_uv_settings() -> dict[str, str]:
+    """Return variables with which uv uses the indexes and certificates of pip's configuration.
 
     Raises:
-        EnvironmentFailed: the configuration has a setting that uv would not follow.
+        EnvironmentFailed: the configuration has a setting that uv does not have.
     """
     pip_config = [str(VENV_PYTHON), "-m", "pip", "config", "list"]
     listed = subprocess.run(pip_config, capture_output=True, text=True).stdout
-    settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # as pip chooses among indexes
-    # From the weakest to the strongest, as pip has it.
+    settings = {"UV_INDEX_STRATEGY": "unsafe-best-match"}  # pip's choice among indexes
+    # The sections have increasing priority, as in pip.
     for section in ("global", "install", ":env:"):
         for name, value in re.findall(rf"^{section}\.([\w-]+)='(.*)'$", listed, re.MULTILINE):
             if name in ONLY_OF_PIP:
@@ -315,20 +315,20 @@ def uv_settings() -> dict[str, str]:
 
 
 def install_packages(kept_torch: str | None) -> None:
-    """Install the requirements by uv, or by pip where uv cannot be had or fails."""
+    """Install the requirements by uv, or by pip if uv cannot be installed or fails."""
     pip = [str(VENV_PYTHON), "-m", "pip", "install"]
     uv = [str(VENV_PYTHON), "-m", "uv", "pip", "install", "--python", str(VENV_PYTHON)]
     requirements = ["-r", ".venv/requirements.txt"]
     if kept_torch:
-        # The requirements are complete but for what a torch brings along. The interpreter under
-        # .venv is not seen by uv, which would install a second torch as a dependency.
+        # uv does not see the packages of the interpreter below .venv, and would install a second
+        # torch as a dependency. The requirements lack only dependencies of torch.
         requirements.append("--no-deps")
     # DeepSpeed's source distribution would otherwise look for a CUDA toolkit.
     plain = {"DS_BUILD_OPS": "0"}
     try:
-        settings = uv_settings()
-        once = ["--retries", "0", "--timeout", "15"]  # pip tries again below
-        run_logged([*pip, *once, f"uv=={pins()['uv']}"], "uv cannot be had")
+        settings = read_uv_settings()
+        once = ["--retries", "0", "--timeout", "15"]  # pip retries below.
+        run_logged([*pip, *once, f"uv=={read_pins()['uv']}"], "uv cannot be had")
         run_logged([*uv, *requirements], "uv failed", **plain, **settings)
     except EnvironmentFailed as error:
         print(f"{error}; pip installs instead ...", end=" ", flush=True)
@@ -346,29 +346,37 @@ def install() -> None:
     if subprocess.run([python, "-c", "import pip"], capture_output=True).returncode != 0:
         run_logged([python, "-m", "ensurepip", "--default-pip"], "pip could not be installed")
     remove_half_installed()
-    there = look_into(python)
-    kept_torch = torch_to_keep(record, there)
+    there = read_versions(python)
+    kept_torch = choose_kept_torch(record, there)
     write_requirements(kept_torch, "triton" in there)
-    with phase(f"installing the pinned packages (log: {LOG.relative_to(ROOT)})"):
+    with timed_phase(f"installing the pinned packages (log: {LOG.relative_to(ROOT)})"):
         install_packages(kept_torch)
-    # With the environment's own setuptools: nothing is downloaded here.
+    # The build uses the environment's setuptools, so that nothing is downloaded.
     arguments = [python, "-m", "pip", "install", "--no-deps", "--no-build-isolation", "-e", "."]
-    with phase("installing cat_lm from this checkout"):
+    with timed_phase("installing cat_lm from this checkout"):
         run_logged(arguments, "cat_lm could not be installed")
     write_record(
         finished=True,
         created_here=record.get("created_here", False),
-        python=look_into(python)["python"],
+        python=read_versions(python)["python"],
         fingerprint=fingerprint(),
-        torch_installed=None if kept_torch else look_into(python).get("torch"),
+        torch_installed=None if kept_torch else read_versions(python).get("torch"),
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--check", action="store_true", help="only: exit 0 if nothing is to be done")
-    mode.add_argument("--probe", action="store_true", help="only: say whether this Python will do")
+    mode.add_argument(
+        "--check",
+        action="store_true",
+        help="only check: exit 0 if the environment is up to date, else 1",
+    )
+    mode.add_argument(
+        "--probe",
+        action="store_true",
+        help="only print whether this Python can make the environment",
+    )
     options = parser.parse_args()
     if options.check:
         return 0 if is_current() else 1
@@ -378,7 +386,7 @@ def main() -> int:
     try:
         with locked():
             if not is_current():
-                make_usable()
+                make_or_replace_venv()
                 install()
     except (EnvironmentFailed, OSError) as error:
         print(f"environment: {error}", file=sys.stderr)

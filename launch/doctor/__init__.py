@@ -1,1 +1,1 @@
-"""`python -m launch.doctor`: what a machine has, and whether a run can train on it."""
+"""`python -m launch.doctor`: check a machine, and whether a run can train on it."""

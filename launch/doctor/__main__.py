@@ -1,10 +1,10 @@
-"""`python -m launch.doctor [CONFIG.yaml]`: what this machine has, and whether training runs here.
+"""`python -m launch.doctor [CONFIG.yaml]`: check this machine, and whether training runs here.
 
-Versions beside the supported ranges, devices, compiler, optional packages, attention
-implementations, DeepSpeed, space, and the backend that computes each convolution with the reason.
-With a configuration also that run's data, model, precision and convolutions. Everything that is
-wrong is shown at once, each with what to do. `--ranks 64 --device h100` looks at the configuration
-on so many ranks instead, and at its cost; README.md has the equations.
+The findings are versions with their supported ranges, devices, compiler, optional packages,
+attention implementations, DeepSpeed, disk space, and the backend of each convolution. With a
+configuration they include the run's data, model, precision and backends. All problems are shown
+together, each with a remedy. `--ranks 64 --device h100` checks the configuration on this number of
+ranks instead, and estimates its costs; README.md has the equations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cat_lm.core.errors import UserError, command
 from cat_lm.core.outputs import write_result
 from cat_lm.training.devices import ASSUMED_INTERCONNECT, device_by_option
 from launch.doctor.costs import ASSUMED_MFU, Cluster
-from launch.doctor.findings import guarded, render
+from launch.doctor.findings import format_findings, run_check
 
 if TYPE_CHECKING:
     from launch.doctor.findings import Finding
@@ -32,54 +32,63 @@ def parser() -> Parser:
     """Return the command's parser."""
     result = Parser(
         prog="python -m launch.doctor",
-        description="What this machine has, which backends serve, and whether training runs here.",
-        epilog="Exit codes: 0 training can run, here or on --ranks, 1 something it needs is "
-        "broken, 2 bad input.",
+        description="Check this machine, the backends, and whether training can run here.",
+        epilog="Exit codes: 0 training can run, here or on --ranks; 1 something that it needs is "
+        "broken; 2 bad input.",
     )
     add = result.add_argument
-    add("config", nargs="?", help="a run's YAML file, to look at that very run")
-    add("overrides", nargs="*", metavar="section.key=value", help="last one wins")
-    add("--json", type=output_file, metavar="FILE", help="where to write the findings")
+    add("config", nargs="?", help="YAML file of a run to check")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="values of configuration keys, which replace those of the file; the last one wins",
+    )
+    add("--json", type=output_file, metavar="FILE", help="JSON file for the findings")
     add(
         "--ranks",
         type=whole_numbers(numbers.RANKS, "8,16,32", distinct=True),
         metavar="N[,N…]",
-        help="look at the run on so many ranks, of which none is started, instead of at this "
-        "machine: batch, memory, schedule, checkpoints; several: a table of "
-        "what they cost",
+        help="check the run on this number of ranks (none is started) instead of this machine: "
+        "batch, memory, schedule, checkpoints; with several numbers, print a table of costs",
     )
-    add("--device", metavar="NAME", help="that the ranks have, for costs: h100, h200, a100, …")
-    add("--gpus-per-node", type=whole(numbers.PER_NODE), metavar="G", help="default: 8")
+    add("--device", metavar="NAME", help="GPU of the ranks, for costs: h100, h200, a100, …")
+    add(
+        "--gpus-per-node",
+        type=whole(numbers.PER_NODE),
+        metavar="G",
+        help="GPUs per node (default: 8)",
+    )
     add(
         "--mfu",
         type=number(numbers.FRACTION, above=0),
         metavar="X",
-        help=f"share of the peak that a GPU reaches (default: {ASSUMED_MFU}, an assumption)",
+        help=f"fraction of its peak that a GPU reaches (default: {ASSUMED_MFU}, assumed)",
     )
     add(
         "--interconnect",
         type=number(numbers.BANDWIDTH),
         metavar="GB/s",
-        help=f"that a GPU sends to other nodes (default: {ASSUMED_INTERCONNECT:g})",
+        help=f"bandwidth from a GPU to other nodes (default: {ASSUMED_INTERCONNECT:g})",
     )
     return result
 
 
-def examine(config: RunConfig | None = None) -> list[Finding]:
-    """Return all findings about this machine and, given one, a run's configuration on it.
+def collect_findings(config: RunConfig | None = None) -> list[Finding]:
+    """Return all findings about this machine and, if it is given, a configuration on it.
 
-    No check raises: one that fails is a finding itself.
+    A check that fails is a finding, and does not raise.
     """
     from launch.doctor import machine, run
 
-    findings = [finding for check in machine.ALL for finding in guarded(check)]
+    findings = [finding for check in machine.ALL for finding in run_check(check)]
     for check in run.ALL if config else ():
-        findings += guarded(check, config)
+        findings += run_check(check, config)
     return findings
 
 
-def look_ahead(config: RunConfig, arguments: argparse.Namespace) -> tuple[list[Finding], str]:
-    """Return the findings about `config` on the ranks that are asked for, and the page."""
+def check_ranks(config: RunConfig, arguments: argparse.Namespace) -> tuple[list[Finding], str]:
+    """Return the findings about `config` on `arguments.ranks` ranks, and the text to print."""
     from launch.doctor import ranks
 
     if arguments.device is None and len(arguments.ranks) > 1:
@@ -88,10 +97,10 @@ def look_ahead(config: RunConfig, arguments: argparse.Namespace) -> tuple[list[F
     given = {name: getattr(arguments, name) for name in names if getattr(arguments, name)}
     if arguments.device:
         given["device"] = device_by_option(arguments.device)
-    findings, table = ranks.examine(config, arguments.ranks, Cluster(**given))
+    findings, table = ranks.collect_findings(config, arguments.ranks, Cluster(**given))
     is_one = len(arguments.ranks) == 1
     verdict = f"this run can start on {arguments.ranks[0]} ranks" if is_one else None
-    return findings, "\n".join([render(findings, verdict), *table])
+    return findings, "\n".join([format_findings(findings, verdict), *table])
 
 
 @command
@@ -103,15 +112,15 @@ def main() -> None:
             raise UserError(f"--{name.replace('_', '-')}: says nothing without --{needed}")
     if arguments.ranks and not arguments.config:
         raise UserError("--ranks: needs a run's configuration: CONFIG.yaml --ranks …")
-    # Before torch loads, as in training.
+    # Set it before torch is imported, as in training.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     config = load_config(arguments.config, arguments.overrides) if arguments.config else None
     announce(f"examining {arguments.config or 'this machine'}")
     if arguments.ranks is None:
-        findings = examine(config)
-        page = render(findings, "training can run here")
+        findings = collect_findings(config)
+        page = format_findings(findings, "training can run here")
     else:
-        findings, page = look_ahead(config, arguments)
+        findings, page = check_ranks(config, arguments)
     print(page)
     broken = any(finding.broken for finding in findings)
     if arguments.json:

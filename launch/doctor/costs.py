@@ -1,6 +1,6 @@
-"""Costs of a run on a number of GPUs: the equations of `--ranks`, and what they assume.
+"""Estimate the costs of a run on a number of GPUs, for `--ranks`.
 
-Each is written out in README.md, beside tables that these functions computed.
+README.md has the equations and the assumptions, with tables that these functions computed.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from cat_lm.training.devices import ASSUMED_INTERCONNECT, Device
 if TYPE_CHECKING:
     from cat_lm.training.estimate import Memory
 
-# The share of a GPU's peak that a training step is taken to reach where nothing was measured.
-# Published runs of dense models of 1 to 70 billion parameters on A100 and H100 report 0.35 to 0.55
-# of the model's own FLOPs; small models and small micro-batches reach less. It is no measurement of
-# this project: `eval.speed train` makes one, which `--mfu` takes instead.
+# The assumed fraction of a GPU's peak that a training step reaches. Published runs of dense models
+# of 1 to 70 billion parameters on A100 and H100 report 0.35 to 0.55 of the model's FLOPs; small
+# models and micro-batches reach less. It was not measured here: `eval.speed train` measures it, for
+# `--mfu`.
 ASSUMED_MFU = 0.40
-# Seconds that one core takes to launch what a layer computes of a micro-batch, forward and
-# backward, one kernel after the other; no step is shorter. An assumption: 38 microseconds for each
-# of the 39 kernels that the tests count in a layer with a convolution per head, two fifths of what
-# it takes on a CPU, where the same core also computes. README.md has that measurement.
+# The assumed seconds in which one core launches the kernels of a layer for a micro-batch, forward
+# and backward; no step is shorter. It is 38 microseconds for each of the 39 kernels that the tests
+# count in a layer with a convolution per head, two fifths of the measured time on a CPU, where the
+# same core also computes. README.md has that measurement.
 HOST_SECONDS_A_LAYER = 1.5e-3
-# The share of a link that large collectives reach; NCCL's own tests show 0.7 to 0.9.
+# The assumed fraction of a link that large collectives reach; NCCL's tests show 0.7 to 0.9.
 LINK_EFFICIENCY = 0.7
-# GB/s that all nodes together write to the file system of the run's folder.
+# The assumed bandwidth of all nodes together to the file system of the run's folder, in GB/s.
 STORAGE = 2.0
-# The share of the communication that can hide behind computing, where DeepSpeed overlaps it
-# (overlap_comm): gradients are reduced, and in ZeRO-3 weights gathered, while other layers compute.
+# The fraction of the communication that can overlap with computing, by ZeRO stage (DeepSpeed's
+# overlap_comm): gradients are reduced, and in ZeRO-3 weights gathered, while other layers compute.
 OVERLAP = {0: 0.0, 1: 0.0, 2: 0.5, 3: 0.5}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machine that is asked for, as far as the costs depend on it.
+    """The properties of a cluster on which the costs depend.
 
     Attributes:
-        device: None where no costs are asked for.
-        mfu: the share of its peak that a GPU reaches.
-        interconnect: GB/s that a GPU sends to other nodes.
+        device: the type of GPU; None if no costs are computed.
+        gpus_per_node: number of GPUs per node.
+        mfu: the fraction of its peak FLOP/s that a GPU reaches.
+        interconnect: GB/s from a GPU to other nodes.
     """
 
     device: Device | None = None
@@ -52,10 +53,10 @@ class Cluster:
     interconnect: float = ASSUMED_INTERCONNECT
 
     def flops(self, config: RunConfig) -> float:
-        """Return the FLOP/s, of the model's own, that a GPU achieves in training.
+        """Return the model FLOP/s that a GPU achieves in training.
 
         Raises:
-            UserError: the device's peak in the run's precision is not known.
+            UserError: the device's peak in the run's precision is unknown.
         """
         peak = config.train.peak_tflops
         if peak is None and config.train.precision == "fp32":
@@ -66,7 +67,7 @@ class Cluster:
         return self.mfu * (peak or self.device.tflops) * 1e12
 
     def nodes(self, gpus: int) -> int:
-        """Count the nodes; raise `UserError` for GPUs that are not whole nodes."""
+        """Return the number of nodes. Raises `UserError` if the GPUs do not fill whole nodes."""
         if gpus > self.gpus_per_node and gpus % self.gpus_per_node:
             raise UserError(
                 f"--ranks {gpus}: is not a multiple of --gpus-per-node {self.gpus_per_node}"
@@ -74,10 +75,11 @@ class Cluster:
         return max(1, gpus // self.gpus_per_node)
 
     def bandwidth(self, gpus: int) -> float:
-        """Return the bytes a second that each GPU sends in a ring over all of them.
+        """Return the bytes per second that each GPU sends in a ring over all of them.
 
-        A ring enters and leaves a node once; a node's GPUs each have their own way out, and as many
-        rings use them at the same time. So it is all of a node's ways out, or a GPU's link.
+        A ring enters and leaves a node once, and there are as many simultaneous rings as a node has
+        network ports, one per GPU. The limit is therefore the sum of a node's ports, or a GPU's
+        link.
         """
         link = self.device.link
         if self.nodes(gpus) > 1:
@@ -85,15 +87,15 @@ class Cluster:
         return LINK_EFFICIENCY * link * 1e9
 
     def exchange_seconds(self, parts: int, gpus: int) -> float:
-        """Return the seconds for each byte that GPUs send in all-to-alls of `parts` neighbours.
+        """Return the seconds per byte that a GPU sends in all-to-alls among `parts` neighbours.
 
-        Each of the others gets as much: those of the GPU's node over its link, those of other nodes
-        over its own way out, at the same time. The GPU with the longer of the two holds all up.
+        A GPU sends the same amount to each of the others, to those on its node by its link and to
+        other nodes by its network port, simultaneously. The slowest GPU determines the time.
         """
         if parts == 1:
             return 0.0
         link, out = self.device.link, min(self.device.link, self.interconnect)
-        together = set()  # the GPUs of a group that are on one node: all numbers that occur
+        together = set()  # all numbers of a group's GPUs that are on one node
         for start in range(0, gpus, parts):
             nodes = Counter(gpu // self.gpus_per_node for gpu in range(start, start + parts))
             together |= set(nodes.values())
@@ -103,7 +105,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Run:
-    """A configuration with its model counted: what does not depend on the number of GPUs."""
+    """A configuration and its model's counts, which do not depend on the number of GPUs."""
 
     config: RunConfig
     vocab_size: int
@@ -122,9 +124,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of a run on `gpus` GPUs. Times in seconds, sizes in bytes.
+    """The costs of a run on `gpus` GPUs; times in seconds, sizes in bytes.
 
-    Of a step, the GPU's computing and the host's launching go on at the same time.
+    The GPU's computing and the host's launching in a step overlap.
     """
 
     gpus: int
@@ -145,7 +147,7 @@ class Costs:
 
     @property
     def is_host_bound(self) -> bool:
-        """Return True if the GPU waits for the host."""
+        """Return True if launching takes longer than computing."""
         return self.host_seconds > self.compute_seconds
 
     @property
@@ -157,21 +159,21 @@ class Costs:
         return self.gpus * self.total_seconds / 3600
 
 
-def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
+def compute_costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     """Compute the costs of `run` on `gpus` GPUs.
 
     Raises:
-        UserError: the global batch cannot be shared by so many GPUs, or they are not whole nodes.
+        UserError: the GPUs cannot divide the global batch, or do not fill whole nodes.
     """
     from cat_lm.training.estimate import checkpoint_bytes, count_saves, memory_per_rank
 
     config = with_fitting_micro_batch(run, gpus, cluster.device)
     train, passes = config.train, config.accumulation_steps(gpus)
-    # Activation checkpointing computes each forward pass, a third, once more.
+    # Activation checkpointing repeats the forward pass, a third of the FLOPs.
     again = 4 / 3 if train.activation_checkpointing else 1.0
     speed = gpus * cluster.flops(config)
     compute = again * run.flops_per_token * config.tokens_per_step / speed
-    # Compiled graphs launch fewer kernels, which were not counted.
+    # Compiled graphs launch fewer kernels, whose number is unknown.
     layers = 0 if train.compile else config.model.num_hidden_layers
     host = passes * again * layers * HOST_SECONDS_A_LAYER
     busy = max(compute, host)
@@ -179,11 +181,11 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
     communication = volume / cluster.bandwidth(gpus)
     exposed = communication - min(OVERLAP[train.zero_stage] * communication, busy)
     shared = sequence_bytes(run, gpus)
-    # Nothing is computed meanwhile: a layer goes on with what it gets.
+    # This communication does not overlap, because a layer waits for its inputs.
     waited = shared * cluster.exchange_seconds(train.sequence_parallel, gpus)
     step = busy + exposed + waited
     saving = checkpoint_bytes(config, run.parameters) / (STORAGE * 1e9)
-    # Forward passes over `validation.max_tokens`; 0 where it is the whole split, unknown here.
+    # Forward passes over `validation.max_tokens`; 0 for the whole split, whose size is unknown.
     tokens = config.total_steps // config.validation.every_steps
     tokens *= config.validation.max_tokens or 0
     validation = tokens * run.flops_per_token / 3 / speed
@@ -207,12 +209,12 @@ def costs(run: Run, cluster: Cluster, gpus: int) -> Costs:
 
 
 def with_fitting_micro_batch(run: Run, gpus: int, device: Device) -> RunConfig:
-    """Return the run's configuration with the largest micro-batch that divides a GPU's share.
+    """Return the configuration with the largest micro-batch size that divides a GPU's sequences.
 
-    It is at most the configuration's own or, where that is `auto`, what the device's memory holds.
+    It is at most the configured size or, with `auto`, what fits in the device's memory.
 
     Raises:
-        UserError: the GPUs do not divide the global batch.
+        UserError: the GPUs cannot divide the global batch.
     """
     from cat_lm.training.estimate import fitting_micro_batch, micro_batch_sizes
 
@@ -235,13 +237,13 @@ def with_fitting_micro_batch(run: Run, gpus: int, device: Device) -> RunConfig:
 
 
 def communication_bytes(config: RunConfig, parameters: int, gpus: int) -> float:
-    """Return the bytes that each GPU sends in a step, as DeepSpeed reduces and gathers here.
+    """Return the bytes that each GPU sends in a step for gradients and weights.
 
-    A ring all-reduce of P numbers sends 2 (n − 1) / n of them, a reduce-scatter or an all-gather
-    half of that. Gradients travel in `train.gradient_communication`. ZeRO-0 all-reduces them once a
-    step; so does ZeRO-1 (DeepSpeed combines the ranks' buckets in one all-reduce) and then gathers
-    the weights; ZeRO-2 reduces after every micro-batch. ZeRO-3 gathers the weights twice in every
-    micro-batch and reduce-scatters the gradients.
+    A ring all-reduce of P numbers sends 2 (n − 1) / n P numbers, and a reduce-scatter or all-gather
+    half of that. Gradients are sent in `train.gradient_communication`. ZeRO-0 all-reduces them once
+    per step. So does ZeRO-1 (DeepSpeed combines the ranks' buckets in one all-reduce), which also
+    gathers the weights. ZeRO-2 reduces after every micro-batch. ZeRO-3 gathers the weights twice in
+    every micro-batch and reduce-scatters the gradients.
     """
     stage, passes = config.train.zero_stage, config.accumulation_steps(gpus)
     weights = parameters * (2 if config.train.precision == "bf16" else 4)
@@ -256,9 +258,10 @@ def communication_bytes(config: RunConfig, parameters: int, gpus: int) -> float:
 
 
 def sequence_bytes(run: Run, gpus: int) -> float:
-    """Return the bytes that each GPU sends in a step to those that share its sequences.
+    """Return the bytes that each GPU sends in a step for sequence parallelism.
 
-    Each layer's exchanges, forward and backward, and again where activations are computed again.
+    They are the exchanges of all layers, forward and backward, and again for recomputed
+    activations.
     """
     from cat_lm.training.estimate import saved_bytes
 

@@ -1,4 +1,4 @@
-"""Findings of the checks of `launch.doctor`, and the page that they make."""
+"""Findings of the checks of `launch.doctor`, and their printed form."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Finding:
     """One fact about a machine or a run.
 
     Attributes:
-        topic: what it is about: "packages", "device", …
-        text: the fact for people; empty where there is only a problem.
+        topic: its subject, such as "packages" or "device".
+        text: the fact for people; empty if there is only a problem.
         name, value: the same fact for programs.
-        problem: what is wrong and what to do, or None.
-        broken: whether training cannot run because of it.
+        problem: the problem and a remedy, or None.
+        broken: True if training cannot run because of the problem.
     """
 
     topic: str
@@ -33,8 +33,8 @@ class Finding:
     broken: bool = False
 
 
-def guarded(check: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
-    """Return the findings of a check; where it fails, those before that, and the failure."""
+def run_check(check: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Finding]:
+    """Return the findings of a check; if it raises, those before the error, and the error."""
     name = check.__name__
     findings: list[Finding] = []
     try:
@@ -49,11 +49,11 @@ def guarded(check: Callable[..., Iterable[Finding]], *arguments: Any) -> list[Fi
     return [*findings, Finding(name.replace("_", " "), "", name, problem=problem, broken=True)]
 
 
-def render(findings: Sequence[Finding], verdict: str | None) -> str:
-    """Return findings by topic, then what is wrong and what to do, then the verdict.
+def format_findings(findings: Sequence[Finding], verdict: str | None) -> str:
+    """Return the text of the findings by topic, then the problems, then the verdict.
 
     Args:
-        verdict: the sentence that is true if nothing is broken; None: there is no such question.
+        verdict: the sentence that is true if nothing is broken; None for no verdict.
     """
     lines = []
     for topic in dict.fromkeys(finding.topic for finding in findings):

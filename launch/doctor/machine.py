@@ -21,7 +21,7 @@ from launch.doctor.findings import Finding
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = Requirement("python>=3.11,<3.13")
-# Import names of what the extras name, and of a rival that benchmarks look for.
+# Import names of optional packages, including one that only benchmarks use.
 OPTIONAL = {
     "triton": "triton",
     "flash-attn": "flash_attn",
@@ -35,7 +35,7 @@ COMPILERS = ("c++", "g++", "clang++")
 
 
 def requirements(extra: str | None = None) -> dict[str, Requirement]:
-    """Return what setup.cfg asks for, by name."""
+    """Return the requirements in setup.cfg, or of one of its extras, by package name."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     key = ("options", "install_requires") if extra is None else ("options.extras_require", extra)
@@ -51,7 +51,7 @@ def python() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Compare the packages that the project needs with setup.cfg's ranges."""
+    """Yield the versions of required packages, with the ranges of setup.cfg."""
     for name, needed in requirements().items():
         version, problem = _installed(name), None
         advice = f"pip install '{name}{needed.specifier}'"
@@ -64,7 +64,7 @@ def packages() -> Iterator[Finding]:
 
 
 def optional() -> Iterator[Finding]:
-    """Yield whether each package that training does without imports, and why not."""
+    """Yield the versions of optional packages, and why one that is installed does not import."""
     known: dict[str, Requirement] = {}
     for extra in ("gpu", "flash", "eval", "wandb"):
         known |= requirements(extra)
@@ -74,7 +74,7 @@ def optional() -> Iterator[Finding]:
             continue
         version, problem = _installed(name), None
         supported = known[name].specifier if name in known else ""
-        # In a process of its own: a broken binary package may end the interpreter.
+        # Import it in another process, because a broken binary package may end the interpreter.
         if failure := _failure_of(f"import {module}"):
             problem = f"{name} {version} is installed but does not import: {failure}"
         elif version and supported and not supported.contains(version, prereleases=True):
@@ -83,7 +83,7 @@ def optional() -> Iterator[Finding]:
 
 
 def device() -> Iterator[Finding]:
-    """Yield torch's build, the GPUs with their driver, and the CPU."""
+    """Yield torch's version, the GPUs with their driver, and the CPU."""
     import torch
 
     cuda = torch.version.cuda or torch.version.hip
@@ -116,7 +116,7 @@ def device() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """Find a C++ compiler, for the CPU kernels of convolutions and scans, and for torch.compile."""
+    """Yield the C++ compiler, which CPU kernels and torch.compile need."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else list(COMPILERS)
     path = next((found for name in names if (found := shutil.which(name))), None)
     if path is None:
@@ -131,7 +131,7 @@ def compiler() -> Iterator[Finding]:
 
 
 def attention() -> Iterator[Finding]:
-    """Yield the implementations that `model.attn_implementation` can name here."""
+    """Yield the values of `model.attn_implementation` that are available here."""
     from transformers.utils import is_flash_attn_2_available, is_torch_flex_attn_available
 
     available = {
@@ -145,10 +145,10 @@ def attention() -> Iterator[Finding]:
 
 
 def deepspeed() -> Iterator[Finding]:
-    """Yield whether DeepSpeed imports as training imports it."""
+    """Yield whether DeepSpeed can be imported as in training."""
     import torch
 
-    # In a process of its own: it is known to end the interpreter.
+    # Import it in another process, because it may end the interpreter.
     failure = _failure_of(
         "from cat_lm.training.distributed import import_deepspeed; import_deepspeed()",
         DS_ACCELERATOR="cuda" if torch.cuda.is_available() else "cpu",
@@ -159,7 +159,7 @@ def deepspeed() -> Iterator[Finding]:
 
 
 def space() -> Iterator[Finding]:
-    """Yield the free disk here and the free shared memory."""
+    """Yield the free disk space of the working directory, and the free shared memory."""
     for name, path, use in (
         ("disk", Path.cwd(), "checkpoints"),
         ("shared memory", Path("/dev/shm"), "collectives between processes"),
@@ -172,7 +172,7 @@ def space() -> Iterator[Finding]:
 
 
 def convolutions() -> Iterator[Finding]:
-    """Yield the backend of each convolution and dtype, for 16 heads of 64 channels, W = 21."""
+    """Yield the backend of each type of convolution, for 16 heads of 64 channels and W = 21."""
     import torch
 
     from cat_lm import ops
@@ -187,7 +187,7 @@ def convolutions() -> Iterator[Finding]:
                 choice = ops.choose_backend(conv_type, device=where, dtype=dtype, **shape)
                 runs = ops.BACKENDS.get(choice.name).describe(conv_type, dtype, shape["window"])
                 value[name] = {"backend": choice.name, "reason": choice.reason, "runs": runs}
-                # Mostly both dtypes are served alike, and share a line.
+                # Dtypes with the same backend share a line.
                 dtypes_of.setdefault(f"{choice.name}, {choice.reason}: {runs}", []).append(name)
             text = "; ".join(
                 f"{conv_type}, {' and '.join(dtypes)} on {where}: {served}"
@@ -197,7 +197,7 @@ def convolutions() -> Iterator[Finding]:
 
 
 def triton() -> Iterator[Finding]:
-    """Check that a Triton kernel runs on the GPU, and which assembler makes it."""
+    """Yield whether a Triton kernel runs on the GPU, and the assembler that compiles it."""
     import torch
 
     from cat_lm.ops.runtime.triton_launch import INSTALLED
@@ -237,7 +237,7 @@ def _installed(name: str) -> str | None:
 
 
 def _failure_of(code: str, **environment: str) -> str | None:
-    """Return None if `code` runs in an interpreter of its own, else the last line it printed."""
+    """Return None if `code` runs in another interpreter, otherwise the last line of its error."""
     words = [sys.executable, "-c", code]
     given = {"cwd": ROOT, "env": {**os.environ, **environment}, "timeout": 300}
     done = subprocess.run(words, capture_output=True, text=True, **given)
@@ -247,7 +247,7 @@ def _failure_of(code: str, **environment: str) -> str | None:
 
 
 def _output_of(*arguments: str) -> str | None:
-    """Return a program's output; None where it is absent or fails."""
+    """Return a program's output; None if it is missing or fails."""
     try:
         done = subprocess.run(arguments, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):

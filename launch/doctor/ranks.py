@@ -1,6 +1,6 @@
-"""Checks of `launch.doctor CONFIG --ranks 8,64 --device h100`: a large run that is not started.
+"""Checks of `launch.doctor CONFIG --ranks 8,64 --device h100`, which starts no ranks.
 
-The model is counted without its weights.
+The model is built without weights.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from launch.doctor.costs import (
     Cluster,
     Costs,
     Run,
-    costs,
+    compute_costs,
     with_fitting_micro_batch,
 )
-from launch.doctor.findings import Finding, guarded
+from launch.doctor.findings import Finding, run_check
 from launch.doctor.run import precision_here, vocabulary
 
 HOST_BOUND = "*"
 
 
-def examine(
+def collect_findings(
     config: RunConfig, ranks: Sequence[int], cluster: Cluster
 ) -> tuple[list[Finding], list[str]]:
-    """Return the findings about a run on one number of ranks, or several, and the table of costs.
+    """Return the findings about a run on one or several numbers of ranks, and the table of costs.
 
     Raises:
-        UserError: the numbers that are wrong, of several. Of one number it is a finding.
+        UserError: some of several numbers are impossible. With a single number it is a finding.
     """
     if config.train.precision == "auto":
         config = config.with_precision("bf16" if cluster.device else precision_here(config))
@@ -55,16 +55,16 @@ def examine(
         *((schedule, (run,)), (checkpoints, (run,))),
     ):
         if is_one or check in (model, schedule, checkpoints):
-            findings += guarded(check, *given)
+            findings += run_check(check, *given)
     is_wrong = any(finding.broken for finding in findings if finding.topic in ("ranks", "batch"))
     if cluster.device is None or is_wrong:
         return findings, []
     if not is_one:
-        cluster.flops(run.config)  # What is wrong with the device is said once.
+        cluster.flops(run.config)  # Raise a problem of the device once.
     found, errors = [], []
     for number in ranks:
         try:
-            found.append(costs(run, cluster, number))
+            found.append(compute_costs(run, cluster, number))
         except UserError as error:
             errors.append(str(error))
     if errors and is_one:
@@ -75,7 +75,7 @@ def examine(
 
 
 def batch(run: Run, ranks: int, cluster: Cluster) -> Iterator[Finding]:
-    """Yield whether nodes and global batch divide, and what a rank computes."""
+    """Yield findings about the nodes and the division of the global batch."""
     from cat_lm.training.preflight import batch_advice
 
     config, nodes, problem = run.config, max(1, ranks // cluster.gpus_per_node), None
@@ -104,7 +104,7 @@ def batch(run: Run, ranks: int, cluster: Cluster) -> Iterator[Finding]:
 
 
 def model(run: Run) -> Iterator[Finding]:
-    """Yield the model's parameters and operations, and what building it takes."""
+    """Yield the model's parameters and FLOPs per token."""
     config, train = run.config, run.config.train
     text = (
         f"{config.model.architecture} ({config.architecture.summary(config.model).words}), "
@@ -118,7 +118,7 @@ def model(run: Run) -> Iterator[Finding]:
 
 
 def memory(run: Run, ranks: int, cluster: Cluster) -> Iterator[Finding]:
-    """Yield the memory of a rank's step, and of the first node while the model is built."""
+    """Yield the device memory of a rank, and the host memory for building the model."""
     from cat_lm.training.estimate import building_bytes, memory_per_rank
 
     needed = memory_per_rank(run.config, run.parameters, ranks, run.vocab_size)
@@ -144,7 +144,7 @@ def memory(run: Run, ranks: int, cluster: Cluster) -> Iterator[Finding]:
 
 
 def data(run: Run) -> Iterator[Finding]:
-    """Yield how often the run reads the data, or that they are not there."""
+    """Yield the number of epochs, or the problem with the data."""
     from cat_lm.data.opening import open_data
 
     config = run.config
@@ -174,7 +174,7 @@ def schedule(run: Run) -> Iterator[Finding]:
 
 
 def checkpoints(run: Run) -> Iterator[Finding]:
-    """Yield the size of one checkpoint and of all that the run keeps."""
+    """Yield the size of a checkpoint, and of all that the run keeps."""
     from cat_lm.training.estimate import (
         checkpoint_bytes,
         count_permanent_checkpoints,
@@ -191,7 +191,7 @@ def checkpoints(run: Run) -> Iterator[Finding]:
 
 
 def assumptions(run: Run, cluster: Cluster, found: Sequence[Costs]) -> Iterator[Finding]:
-    """Yield what the costs take for granted, of which nothing was measured; then the costs."""
+    """Yield the assumptions of the costs, which were not measured, and the costs."""
     config, flops = run.config, cluster.flops(run.config)
     whose = "this project's assumption" if cluster.mfu == ASSUMED_MFU else "given by --mfu"
     peak = f"{cluster.mfu:.0%} of {flops / cluster.mfu / 1e12:g} TFLOP/s (MFU; {whose})"
@@ -219,7 +219,7 @@ def assumptions(run: Run, cluster: Cluster, found: Sequence[Costs]) -> Iterator[
 
 
 def table(run: Run, device: Device, found: Sequence[Costs]) -> list[str]:
-    """Return a row for each number of ranks, and what its marks mean."""
+    """Return the lines of a table with a row per number of ranks, and of its legend."""
     marks = (" ", HOST_BOUND) if any(cost.is_host_bound for cost in found) else ("", "")
     rows = [
         {
@@ -240,7 +240,7 @@ def table(run: Run, device: Device, found: Sequence[Costs]) -> list[str]:
     widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
     rows = [dict(zip(widths, widths, strict=True)), *rows]
     lines = ["  ".join(row[name].rjust(widths[name]) for name in widths).rstrip() for row in rows]
-    return ["", *lines, "", *_remarks(run, device, found)]
+    return ["", *lines, "", *_legend(run, device, found)]
 
 
 def _mark(device: Device, cost: Costs) -> str:
@@ -248,7 +248,7 @@ def _mark(device: Device, cost: Costs) -> str:
     return " " if share <= TIGHT else "~" if share <= 1 else "!"
 
 
-def _remarks(run: Run, device: Device, found: Sequence[Costs]) -> list[str]:
+def _legend(run: Run, device: Device, found: Sequence[Costs]) -> list[str]:
     train, validation = run.config.train, run.config.validation
     lines = ["comm.: exposed communication's share of a step. Days without failures and queues."]
     if not validation.max_tokens:

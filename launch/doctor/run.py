@@ -1,4 +1,4 @@
-"""Checks of `launch.doctor` on a run's configuration on this machine."""
+"""Checks of `launch.doctor CONFIG`: a run's configuration on this machine."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from launch.doctor.findings import Finding
 if TYPE_CHECKING:
     import torch
 
-# Of data that are not there: that of the paper's tokenizer.
+# The vocabulary of the paper's tokenizer, which is assumed if the data are missing.
 ASSUMED_VOCABULARY = 32_000
 
 
 def run_data(config: RunConfig) -> Iterator[Finding]:
-    """Open the training and validation split as training opens them."""
+    """Yield the sizes of the training and validation split, which are opened as in training."""
     from cat_lm.data.opening import open_data
 
     train, validation, _ = open_data(config)
@@ -37,7 +37,7 @@ def run_data(config: RunConfig) -> Iterator[Finding]:
 
 
 def run_model(config: RunConfig) -> Iterator[Finding]:
-    """Build the model without its weights, with its attention, which may not be installed."""
+    """Yield precision and parameters; building the model also checks its attention."""
     from cat_lm.counts import count_parameters
     from cat_lm.training.building import build_model, resolve_precision
 
@@ -49,7 +49,7 @@ def run_model(config: RunConfig) -> Iterator[Finding]:
 
 
 def run_backends(config: RunConfig) -> Iterator[Finding]:
-    """Name the backends of convolutions and recurrences in the run's precision."""
+    """Yield the backends of convolutions and recurrences in the run's precision."""
     from cat_lm.training.building import describe_backend, model_config
 
     config = config.with_precision(precision_here(config))
@@ -64,7 +64,7 @@ def run_backends(config: RunConfig) -> Iterator[Finding]:
 
 
 def run_memory(config: RunConfig) -> Iterator[Finding]:
-    """Compare the memory of one rank alone with this machine's device."""
+    """Yield the memory of one rank, compared with the free memory of this machine's device."""
     from cat_lm.training.estimate import (
         MEMORY_ACCURACY,
         fitting_micro_batch,
@@ -91,7 +91,7 @@ def run_memory(config: RunConfig) -> Iterator[Finding]:
 
 
 def run_output(config: RunConfig) -> Iterator[Finding]:
-    """Check the output folder, and its space for all checkpoints that are there at one time."""
+    """Yield findings about the output folder and its space for checkpoints."""
     from cat_lm.training.estimate import check_disk, checkpoint_bytes, num_parameters
     from cat_lm.training.preflight.facts import saved_checkpoints
 
@@ -108,7 +108,7 @@ def run_output(config: RunConfig) -> Iterator[Finding]:
 
 
 def run_trackers(config: RunConfig) -> Iterator[Finding]:
-    """Check that what the run's curves are sent to is installed, and that W&B has a login."""
+    """Yield whether the configured trackers are installed, and whether W&B has a login."""
     logging = config.logging
     asked = []
     if logging.tensorboard:
@@ -125,7 +125,7 @@ def run_trackers(config: RunConfig) -> Iterator[Finding]:
 
 
 def _wandb_login() -> tuple[str, str | None]:
-    """Return how W&B would be reached, by its variables and ~/.netrc, and what is wrong."""
+    """Return the login of W&B by its variables and ~/.netrc, and the problem or None."""
     mode = os.environ.get("WANDB_MODE", "online")
     if mode != "online":
         return f"wandb: {mode} (WANDB_MODE)", None
@@ -142,14 +142,14 @@ ALL = (run_data, run_model, run_memory, run_backends, run_output, run_trackers)
 
 
 def precision_here(config: RunConfig) -> str:
-    """Return bf16 or fp32, as a run on this machine decides it."""
+    """Return the precision, bf16 or fp32, of a run on this machine."""
     from cat_lm.training.building import resolve_precision
 
     return resolve_precision(config, _device())[0]
 
 
 def vocabulary(config: RunConfig) -> tuple[int, bool]:
-    """Return the vocabulary's size, and whether it is assumed as the data are not there."""
+    """Return (vocabulary size, True if it is assumed because the data are missing)."""
     from cat_lm.data.opening import open_data
 
     if config.model.vocab_size is not None:

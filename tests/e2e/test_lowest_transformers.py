@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from launch.doctor.machine import requirements
-from launch.environment import explain
+from launch.environment import find_reason
 
 ROOT = Path(__file__).resolve().parents[2]
 LOWERED = ("transformers", "huggingface-hub", "tokenizers")
@@ -53,7 +53,7 @@ def install(folder: Path, packages: list[str]) -> None:
     done = subprocess.run([*command, *packages], cwd=ROOT, capture_output=True, text=True)
     if done.returncode == 0:
         return
-    reason = explain(done.stdout + done.stderr)
+    reason = find_reason(done.stdout + done.stderr)
     if "cannot be reached" in reason:
         pytest.skip(f"{', '.join(packages)} cannot be installed: {reason}")
     pytest.fail(f"{', '.join(packages)} cannot be installed: {reason}")

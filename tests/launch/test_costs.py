@@ -26,10 +26,10 @@ from launch.doctor.costs import (
     Cluster,
     Run,
     communication_bytes,
-    costs,
+    compute_costs,
 )
 from launch.doctor.findings import WIDTH
-from launch.doctor.ranks import examine
+from launch.doctor.ranks import collect_findings
 from tests.conftest import REPOSITORY
 
 SMALL, MEDIUM, LARGE = (
@@ -64,7 +64,7 @@ def test_configurations_without_convolutions_have_pythias_parameters():
 
 
 def test_computing_is_flops_by_speed(run):
-    one, many = (costs(run, cluster(), gpus) for gpus in (1, 64))
+    one, many = (compute_costs(run, cluster(), gpus) for gpus in (1, 64))
     tokens = run.config.tokens_per_step
     assert one.compute_seconds == pytest.approx(tokens * run.flops_per_token / 4e14)
     assert one.compute_seconds == pytest.approx(64 * many.compute_seconds)
@@ -80,21 +80,21 @@ def test_computing_is_flops_by_speed(run):
     # 143 validations of 10M tokens, a third of a step's work each token.
     work = 143 * 10**7 * run.flops_per_token / 3
     assert many.validation_seconds == pytest.approx(work / (64 * 4e14))
-    again = costs(with_keys(run, "train.activation_checkpointing=true"), cluster(), 64)
+    again = compute_costs(with_keys(run, "train.activation_checkpointing=true"), cluster(), 64)
     assert again.compute_seconds == pytest.approx(4 / 3 * many.compute_seconds)
 
 
 def test_no_step_is_shorter_than_its_launches(run, monkeypatch):
     """24 layers a micro-batch: one for each of 512 GPUs' steps, sixteen for 8 GPUs."""
     monkeypatch.setattr(equations, "HOST_SECONDS_A_LAYER", 5e-3)
-    few, many = (costs(run, cluster(), gpus) for gpus in (8, 512))
+    few, many = (compute_costs(run, cluster(), gpus) for gpus in (8, 512))
     assert (few.host_seconds, many.host_seconds) == pytest.approx((16 * 24 * 5e-3, 24 * 5e-3))
     assert many.is_host_bound and not few.is_host_bound
     assert many.step_seconds == many.host_seconds + many.exposed_seconds
     assert few.step_seconds == few.compute_seconds + few.exposed_seconds
-    again = costs(with_keys(run, "train.activation_checkpointing=true"), cluster(), 512)
+    again = compute_costs(with_keys(run, "train.activation_checkpointing=true"), cluster(), 512)
     assert again.host_seconds == pytest.approx(4 / 3 * many.host_seconds)
-    assert costs(with_keys(run, "train.compile=true"), cluster(), 512).host_seconds == 0
+    assert compute_costs(with_keys(run, "train.compile=true"), cluster(), 512).host_seconds == 0
 
 
 @pytest.mark.parametrize(
@@ -129,13 +129,13 @@ def test_communication_hides_where_deepspeed_overlaps_it(run, monkeypatch):
         staged = with_keys(run, f"train.zero_stage={stage}")
         overlaps = staged.config.deepspeed(16)["zero_optimization"]["overlap_comm"]
         assert overlaps == (OVERLAP[stage] > 0)
-        cost = costs(staged, cluster(), 16)
+        cost = compute_costs(staged, cluster(), 16)
         return cost.exposed_seconds / cost.communication_seconds
 
     assert exposed(0) == exposed(1) == 1
     assert exposed(2) == exposed(3) == pytest.approx(0.5)
     monkeypatch.setattr(equations, "HOST_SECONDS_A_LAYER", 0.0)
-    fast = costs(with_keys(run, "train.zero_stage=3"), cluster(mfu=1e15), 16)
+    fast = compute_costs(with_keys(run, "train.zero_stage=3"), cluster(mfu=1e15), 16)
     assert fast.exposed_seconds == pytest.approx(fast.communication_seconds)
 
 
@@ -159,7 +159,7 @@ def shared_run(parts: int, *overrides: str) -> Run:
 
 def test_shared_sequences_send_what_a_gpu_keeps_not():
     run = shared_run(4)
-    found = costs(run, cluster(), 32)
+    found = compute_costs(run, cluster(), 32)
     assert (found.micro_batch_size, found.accumulation_steps) == (8, 1)
     # Of each of its tokens a GPU keeps a quarter of q, k, v and output in bf16, there and back.
     sent = 2 * 24 * (64 * 2048 / 32) * 4 * 1024 * 3 / 4 * 2
@@ -178,13 +178,13 @@ def test_shared_sequences_send_what_a_gpu_keeps_not():
 def test_auto_micro_batch_is_what_the_device_holds():
     run = shared_run(1, "train.micro_batch_size=auto")
     for gpus in (4, 64):
-        found = costs(run, cluster(), gpus)
+        found = compute_costs(run, cluster(), gpus)
         size, share = found.micro_batch_size, 64 // gpus
         assert size * found.accumulation_steps == share
         assert found.memory.total <= cluster().device.memory * 2**30
     assert size == 1
     small = replace(cluster().device, memory=found.memory.total * 1.1 / 2**30)
-    assert costs(run, cluster(device=small), 4).micro_batch_size == 1
+    assert compute_costs(run, cluster(device=small), 4).micro_batch_size == 1
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,7 @@ def test_shipped_configurations_start_on_gpus_of_80_gb(ranks, names):
     started, refused = set(), {}
     for name in sorted(names):
         config = load_config(REPOSITORY / f"configs/pretrain/{name}.yaml")
-        found, _ = examine(config, [ranks], cluster(device=replace(H100, memory=79.0)))
+        found, _ = collect_findings(config, [ranks], cluster(device=replace(H100, memory=79.0)))
         broken = [finding.problem for finding in found if finding.broken]
         if config.train.global_batch_size >= ranks:
             assert not broken, f"{name}: {broken}"

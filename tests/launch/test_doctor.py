@@ -14,7 +14,7 @@ from cat_lm.training.estimate import num_parameters
 from cat_lm.training.preflight import facts
 from launch.doctor import __main__ as program
 from launch.doctor import machine, run
-from launch.doctor.findings import LABEL, WIDTH, Finding, guarded
+from launch.doctor.findings import LABEL, WIDTH, Finding, run_check
 from tests.checkpoints import step_folder
 from tests.conftest import REPOSITORY
 
@@ -82,7 +82,7 @@ def test_failing_check_is_a_finding():
         yield FINE
         raise ZeroDivisionError("by\nzero")
 
-    first, second = guarded(some_check)
+    first, second = run_check(some_check)
     assert first == FINE
     assert second.topic == "some check" and second.broken
     assert second.problem == "the check failed with ZeroDivisionError: by zero"
@@ -216,7 +216,7 @@ def test_all_that_is_wrong_with_a_run_at_once(only, run_file, tmp_path):
             "train.conv_backend=triton",
         ],
     )
-    found = program.examine(config)
+    found = program.collect_findings(config)
     assert all(finding.broken for finding in found if finding.problem)
     wrong = problems(found)
     assert set(wrong) == {"run_data", "run_model", "convolutions", "run_output"}

@@ -84,12 +84,12 @@ def test_torch_range_of_setup_cfg(project, version, inside):
 )
 def test_supported_torch_is_kept(project, monkeypatch, installed, inside, kept, has_triton):
     pins = {"torch": "2.13.0", "triton": "3.7.1", "setuptools": "81.0.0"}
-    monkeypatch.setattr(environment, "pins", lambda: pins.copy())
+    monkeypatch.setattr(environment, "read_pins", lambda: pins.copy())
     (project / ".venv").mkdir()
     folder = project / ".venv" / "lib" if inside else project
     there = {"torch": installed, "folder": str(folder)}
-    assert environment.torch_to_keep({}, there) == kept
-    assert environment.torch_to_keep({"torch_installed": installed}, there) is None  # our own
+    assert environment.choose_kept_torch({}, there) == kept
+    assert environment.choose_kept_torch({"torch_installed": installed}, there) is None  # our own
     environment.write_requirements(kept, has_triton)
     wanted = (project / ".venv" / "requirements.txt").read_text().split()
     fixed = (project / ".venv" / "constraints.txt").read_text().split()
@@ -100,10 +100,10 @@ def test_supported_torch_is_kept(project, monkeypatch, installed, inside, kept, 
 
 def test_look_into_reports_the_imported_torch():
     torch = pytest.importorskip("torch")
-    found = environment.look_into(sys.executable)
+    found = environment.read_versions(sys.executable)
     assert found["python"] == environment.THIS_PYTHON and found["torch"] == torch.__version__
     assert Path(torch.__file__).is_relative_to(found["folder"])
-    assert environment.look_into("/nowhere/python") == {}
+    assert environment.read_versions("/nowhere/python") == {}
 
 
 def test_environment_is_current_until_something_changes(project, monkeypatch):
@@ -214,10 +214,10 @@ def test_environment_of_another_stays(project, created):
     """It is used if its Python is right, and never deleted."""
     python = project / ".venv" / "bin" / "python"
     write_executable(python, python_of(environment.THIS_PYTHON))
-    environment.make_usable()
+    environment.make_or_replace_venv()
     write_executable(python, python_of("3.9"))
     with pytest.raises(environment.EnvironmentFailed, match=r"holds Python 3\.9"):
-        environment.make_usable()
+        environment.make_or_replace_venv()
     assert python.is_file() and created == []
 
 
@@ -229,7 +229,7 @@ def test_what_is_replaced(project, created, state):
     if state == "own":
         write_executable(venv / "bin" / "python", python_of("3.9"))
         environment.write_record(finished=True, created_here=True)
-    environment.make_usable()
+    environment.make_or_replace_venv()
     assert [arguments[1:3] for arguments in created] == [["-m", "venv"]]
     assert list(venv.iterdir()) == [environment.RECORD]
 
@@ -243,12 +243,12 @@ def test_a_link_to_another_checkouts_environment_is_left_alone(project, created,
     record = {"finished": True, "created_here": True, "root": str(other)}
     (other / ".venv" / environment.RECORD.name).write_text(json.dumps(record))
     with pytest.raises(environment.EnvironmentFailed, match="of another checkout"):
-        environment.make_usable()
+        environment.make_or_replace_venv()
     assert python.is_file() and created == []
     # The checkout itself was moved, and its environment with it: that one is replaced.
     (project / ".venv").unlink()
     (other / ".venv").rename(project / ".venv")
-    environment.make_usable()
+    environment.make_or_replace_venv()
     assert len(created) == 1
 
 
