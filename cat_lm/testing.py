@@ -124,7 +124,7 @@ def check_entry(
         for name in {"eager", "sdpa"} & set(able):
             configs.append(CatConfig(**_SIZES | chosen, attn_implementation=name))
     for config in configs:
-        named = attention.described(kind, config)
+        named = attention.describe_entry(kind, config)
         _run(named, partial(_check_attention, entry, kind, family, config))
 
 

@@ -45,7 +45,7 @@ def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     It need not be installed what the configuration asks to compute attention by.
     """
     family = architectures.of_config(config)
-    section = architectures.section_of(config).portable()
+    section = architectures.section_of(config).with_portable_attention()
     fields = family.fields(section, config.vocab_size, config.max_position_embeddings)
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return family.classes().causal_lm(family.config_class()(**fields))

@@ -102,7 +102,7 @@ class SequenceGroup:
         share = count // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
-    def own(self, x: Tensor, dim: int = 0) -> Tensor:
+    def slice_own(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return the slice of a tensor of all heads that belongs to this rank's heads."""
         return x[(*[slice(None)] * dim, self.span(x.shape[dim]))]
 
@@ -169,7 +169,7 @@ def to_sequence(group: SequenceGroup | None, x: Tensor) -> Tensor:
 
 
 def own_heads(group: SequenceGroup | None, x: Tensor, dim: int = 0) -> Tensor:
-    return x if group is None else group.own(x, dim)
+    return x if group is None else group.slice_own(x, dim)
 
 
 def check_divided(group: SequenceGroup | None, *others: Any) -> None:

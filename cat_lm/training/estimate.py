@@ -75,7 +75,7 @@ def meta_model(config: RunConfig, vocab_size: int) -> PreTrainedModel:
     The configured attention implementation need not be installed. `model.vocab_size` has priority
     over `vocab_size`, the tokenizer's. Raises UserError if the model cannot be built.
     """
-    section = config.model.portable()
+    section = config.model.with_portable_attention()
     # Recomputed layers would hide what they save, and other backends may not be installed.
     plain = {"activation_checkpointing": False, "conv_backend": "auto", "mixer_backend": "auto"}
     train = config.train.model_copy(update=plain)

@@ -31,7 +31,7 @@ from eval.lab import cell
 from eval.lab.store import CellStore, key_hash
 from eval.language.attention import sharpness
 from eval.language.models import ROOT, configuration, deciding
-from eval.language.recalled import recalled
+from eval.language.recalled import score_recalled
 
 NONE, YARN, PAPER = "none", "yarn", "paper"  # Methods of eval.length_sweep.
 _TRIAL_STEPS = 12
@@ -134,24 +134,24 @@ class Cell(cell.Cell):
         """
         quiet_transformers()
         folder = folder.resolve()  # Commands run in the checkout.
-        training, found = self._trained(folder, device), {"rows": []}
+        training, found = self._train_run(folder, device), {"rows": []}
         if not training["diverged"]:
-            found |= self._measured(folder / "runs" / self._name, device)
+            found |= self._measure_run(folder / "runs" / self._name, device)
         found["facts"] = self._facts(training)
         return {"cell": self.key(), **self.resolved(), **training, **found}
 
-    def _measured(self, run: Path, device: str) -> dict[str, Any]:
+    def _measure_run(self, run: Path, device: str) -> dict[str, Any]:
         """Measure a finished run; `rows` of what is found are a sweep's."""
         found: dict[str, Any] = {"rows": []}
         if not self.lengths:
             return found
         for number, (text, _) in enumerate(self.texts):
-            found["rows"] += self._swept(run, Path(text), number == 0, device)
+            found["rows"] += self._sweep_text(run, Path(text), number == 0, device)
         model, data, longest = run / "model", Path(self.texts[0][0]), max(self.lengths)
         if self.recall:
             dtype = evaluation_dtype("auto", [model], device)
             numbers = (self.documents, longest, self.seq_len, self.skip)
-            found["recall"] = recalled(model, dtype, device, data, *numbers)
+            found["recall"] = score_recalled(model, dtype, device, data, *numbers)
         if self.attention:
             found["attention"] = sharpness(model, device, data, self.seq_len, self.skip)
         return found
@@ -180,7 +180,7 @@ class Cell(cell.Cell):
         values = {"config": deciding(self.config), "data": self.texts[0][1]}
         return f"{self.model}-lr{self.lr:g}-seed{self.seed}-{key_hash(values, digits=8)}"
 
-    def _trained(self, folder: Path, device: str) -> dict[str, Any]:
+    def _train_run(self, folder: Path, device: str) -> dict[str, Any]:
         """Train and export, or return the stored results of the same training."""
         store, name = CellStore(folder / "runs", _Training), self._name
         if (found := store.read(name)) is not None:
@@ -207,7 +207,9 @@ class Cell(cell.Cell):
         store.write(name, found)
         return found
 
-    def _swept(self, run: Path, data: Path, is_trained: bool, device: str) -> list[dict[str, Any]]:
+    def _sweep_text(
+        self, run: Path, data: Path, is_trained: bool, device: str
+    ) -> list[dict[str, Any]]:
         """Score a text's documents at all lengths, with the same tokens of each document."""
         out = run / (EVALUATION if is_trained else f"{EVALUATION}-{data.name}")
         longest, log = str(max(self.lengths)), run.with_name(f"{run.name}.log")

@@ -117,7 +117,7 @@ def by_position(*contrasts: tuple[Pair, Pair]) -> tuple[tuple[Pair, Pair], ...]:
     return tuple(((a[0], b[0]), (a[1], b[1])) for a, b in contrasts)
 
 
-def places(question: Question, asked: StudyOptions) -> list[Place]:
+def plan_places(question: Question, asked: StudyOptions) -> list[Place]:
     """Return a place for each model.
 
     Raises:
@@ -262,7 +262,7 @@ def check(question: Question, cells: Sequence[Cell], out: Path) -> None:
                 )
 
 
-def values(run: Run, record: Record) -> dict[tuple[str, str, int], dict[str, Any]]:
+def measured_values(run: Run, record: Record) -> dict[tuple[str, str, int], dict[str, Any]]:
     """Return losses by text, way of reading and length; recall and sharpness of attention."""
     cell = run.cell
     if record["diverged"]:
@@ -355,7 +355,7 @@ def _is_other(question: Question, column: str, lines: Sequence[Line]) -> bool:
     return len(question.beyond) == 1 or any(line["column"] == column for line in lines)
 
 
-def extra(rows: Rows) -> dict[str, Any]:
+def collect_extra(rows: Rows) -> dict[str, Any]:
     """Return the fields of a record besides its losses."""
     cell, scored = rows[0][0].cell, next((one["rows"] for _, one in rows if one["rows"]), [])
     models: dict[str, Any] = {}
@@ -427,8 +427,8 @@ def language_study(name: str, title: str, question: Question, **declared: Any) -
     return Study(
         name,
         title,
-        functools.partial(places, question),
-        values,
+        functools.partial(plan_places, question),
+        measured_values,
         measures={
             "": loss,
             RECALLED: f"{loss}, of pairs seen earlier in the window and at most {RARE} times in "
@@ -445,7 +445,7 @@ def language_study(name: str, title: str, question: Question, **declared: Any) -
         },
         figure="losses",
         contrasts=functools.partial(contrasts, question),
-        extra=extra,
+        extra=collect_extra,
         tables=tables,
         check=functools.partial(check, question),
         options=("models", "data", "tokens", "documents", "rates"),

@@ -108,7 +108,7 @@ def _previous(keys: np.ndarray) -> np.ndarray:
     return found
 
 
-def slices(
+def assign_slices(
     tokens: np.ndarray, windows: Sequence[Window], counts: np.ndarray, vocabulary: int
 ) -> dict[str, np.ndarray]:
     """Return name -> bool [N] for `SLICES`: which predictions are in each.
@@ -153,7 +153,7 @@ def _text(
     return stream, counts, list(stream.spans or document_spans(stream.tokens, stream.eod_id))
 
 
-def recalled(
+def score_recalled(
     folder: Path,
     dtype: str,
     device: str,
@@ -182,7 +182,7 @@ def recalled(
     windows = [window for span in spans for window in span_windows(*span, length, stride)]
     model = load_model(folder, dtype=dtype, device=device)
     nlls = token_nlls(model, stream.tokens, windows, batch_tokens=_BATCH_TOKENS)
-    parts = slices(stream.tokens, windows, counts.pairs, counts.vocabulary)
+    parts = assign_slices(stream.tokens, windows, counts.pairs, counts.vocabulary)
     bigrams = counts.bigram_nlls()
     return {
         name: {

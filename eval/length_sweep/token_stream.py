@@ -143,7 +143,7 @@ class TokenStream:
         parts = np.split(self.tokens, np.flatnonzero(self.tokens == self.eod_id))[1:]
         ended = [other.tokens[stop] == other.eod_id for _, stop in other.spans]
         parts = [np.append(p[1:], p[: int(end)]) for p, end in zip(parts, ended, strict=True)]
-        return self._apart(parts)
+        return self._join_separately(parts)
 
     def whole_documents(self, choice: Documents, budget: int | None) -> TokenStream:
         """Return the documents that are chosen, each after an end-of-document token.
@@ -177,10 +177,10 @@ class TokenStream:
         if of_long == of_parts:
             return self.part(np.concatenate([[self.eod_id], *kept]), left_out)
         # Documents that are cut lack an end, without which their words would be joined.
-        cut = self._apart(kept)
+        cut = self._join_separately(kept)
         return replace(self.part(cut.tokens, left_out), spans=cut.spans)
 
-    def _apart(self, parts: Sequence[np.ndarray]) -> TokenStream:
+    def _join_separately(self, parts: Sequence[np.ndarray]) -> TokenStream:
         """Return a stream of documents that may lack an end; the one before each is not scored."""
         starts = np.cumsum([0] + [len(part) + 1 for part in parts[:-1]]).tolist()
         spans = tuple((start, start + len(part)) for start, part in zip(starts, parts, strict=True))

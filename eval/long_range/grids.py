@@ -248,7 +248,7 @@ def place_on_axis(run: Run, record: Mapping[str, Any]) -> int:
     return run.cell.seq_len
 
 
-def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
+def measured_values(run: Run, record: Record) -> dict[int, dict[str, float]]:
     """Return accuracy or R² on the test, once, by the model of the best validation."""
     return {place_on_axis(run, record): {"value": record["value"]}}
 
@@ -446,7 +446,7 @@ def long_range_study(
         name,
         title,
         figure_places(figure),
-        values,
+        measured_values,
         contrasts=contrasts,
         controls=controls,
         extra=steps_and_tasks,

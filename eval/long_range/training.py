@@ -65,9 +65,9 @@ class Trial(training.Trial):
     def load(self) -> None:
         self.examples = {split: _load(self.cell, self.task, split) for split in SPLITS}
         if self.cell.is_shuffled:
-            self.examples["train"] = self._exchanged("train")
+            self.examples["train"] = self._with_exchanged_inputs("train")
 
-    def _exchanged(self, split: str) -> Examples:
+    def _with_exchanged_inputs(self, split: str) -> Examples:
         """Return a split with permuted inputs, as a control."""
         whole = self.examples[split]
         if whole.labels is None:
@@ -122,7 +122,7 @@ class Trial(training.Trial):
         """Return the accuracy on test rows with others' inputs; None where values are predicted."""
         if not self.task.classes:
             return None
-        return measure(self.model, self._exchanged("test"), 2 * self.cell.batch_size)
+        return measure(self.model, self._with_exchanged_inputs("test"), 2 * self.cell.batch_size)
 
     def test(self) -> dict[str, Any]:
         return {

@@ -306,7 +306,7 @@ def _place(run: Run, rates: tuple[float, ...], seeds: int) -> Place:
     return Place(run, rates[:1], 1) if run.line == NEGATIVE else Place(run, rates, seeds)
 
 
-def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
+def measured_values(run: Run, record: Record) -> dict[int, dict[str, float]]:
     """Return a run's accuracy by length or width, and what else its tests found.
 
     At other lengths the items are in proportion to the length; `fixed_keys` is the accuracy with as
@@ -315,15 +315,15 @@ def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
     tests = record["tests"]
     if run.across != "lengths":
         x = run.cell.d_model if run.across == "width" else run.cell.seq_len
-        return {x: _measured(tests[TRAINED])}
-    found = {t["seq_len"]: _measured(t) for name, t in tests.items() if "," not in name}
+        return {x: _select_measures(tests[TRAINED])}
+    found = {t["seq_len"]: _select_measures(t) for name, t in tests.items() if "," not in name}
     fixed = {t["seq_len"]: t["accuracy"] for name, t in tests.items() if "," in name}
     if fixed:
         fixed[run.cell.seq_len] = tests[TRAINED]["accuracy"]
     return {x: one | ({"fixed_keys": fixed[x]} if x in fixed else {}) for x, one in found.items()}
 
 
-def _measured(test: dict[str, float]) -> dict[str, float]:
+def _select_measures(test: dict[str, float]) -> dict[str, float]:
     return {"value": test["accuracy"], **{k: v for k, v in test.items() if k in ALSO}}
 
 
@@ -436,7 +436,7 @@ def recall_study(name: str, title: str, grid: Grid, **declared: Any) -> Study:
         name,
         title,
         figure_places(grid),
-        values,
+        measured_values,
         **{
             "also": ALSO,
             "contrasts": contrasts,

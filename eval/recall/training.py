@@ -154,7 +154,7 @@ class Stack:
                 model.get_parameter(name).data = part
         first = self.models[0]
 
-        def one(
+        def run_model(
             parameters: Any, buffers: Any, tokens: Tensor, positions: Tensor
         ) -> tuple[Tensor, Tensor]:
             own: list[Tensor] = []
@@ -165,7 +165,7 @@ class Stack:
             )
             return logits, logits.new_zeros(()) + own_loss(own)
 
-        self._all = torch.vmap(one, randomness="different")
+        self._all = torch.vmap(run_model, randomness="different")
 
     def __call__(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Logits [S, B·n, vocabulary] for tokens [S, B, T] at positions [S, B, n]."""

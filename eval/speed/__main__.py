@@ -60,12 +60,12 @@ def names(known: tuple[str, ...], every: str | None = None) -> Callable[[str], t
     if len(known) > _NAMED:
         first += f", … (--help has all {len(known)})"
 
-    def one(text: str) -> str:
+    def check_name(text: str) -> str:
         if text.strip() not in known:
             raise argparse.ArgumentTypeError(f"{clipped(text.strip())!r} is not one of {first}")
         return text.strip()
 
-    several = comma_separated(one, ",".join(known[:2]))
+    several = comma_separated(check_name, ",".join(known[:2]))
     return lambda text: known if text == every else several(text)
 
 

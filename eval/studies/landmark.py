@@ -94,7 +94,7 @@ class Cell(language.Cell):
         given = [f"{key}={value}" for key, value in changes.items()]
         return load_config(CONFIG, [*RECIPES[self.recipe], *given])
 
-    def _measured(self, run: Path, device: str) -> dict[str, Any]:
+    def _measure_run(self, run: Path, device: str) -> dict[str, Any]:
         out, log, (length,) = run / "landmark", run.with_name(f"{run.name}.log"), self.lengths
         data = self.texts[0][0]
         common = ["--data", data, "--out", str(out), "--device", device]
@@ -119,7 +119,7 @@ class Cell(language.Cell):
         return super().tested_rows * (1 + len(self.select) * len(self.top_k))
 
 
-def places(asked: StudyOptions) -> list[Place]:
+def plan_places(asked: StudyOptions) -> list[Place]:
     """Return a place for each model's training, and each of its selectors.
 
     Raises:
@@ -150,7 +150,7 @@ def places(asked: StudyOptions) -> list[Place]:
     return found
 
 
-def values(run: Run, record: Record) -> dict[int, dict[str, Any]]:
+def measured_values(run: Run, record: Record) -> dict[int, dict[str, Any]]:
     """Return the validation loss of training; or by the number of blocks what a selector loses.
 
     The latter is to all keys, in nats a token.
@@ -171,7 +171,7 @@ def values(run: Run, record: Record) -> dict[int, dict[str, Any]]:
     return found
 
 
-def extra(rows: Rows) -> dict[str, Any]:
+def collect_extra(rows: Rows) -> dict[str, Any]:
     """Return how often blocks are found: in bins over heads, and means over them for each run."""
     heads: dict[str, list[Record]] = {}
     means = []
@@ -200,8 +200,8 @@ def pictures(record: Record) -> dict[str, Figure]:
 ENTRY = Study(
     "landmark",
     "what models lose that read chosen blocks of keys",
-    places,
-    values,
+    plan_places,
+    measured_values,
     source="CAT, section 7",
     notes="Every query reads its own block, the one before it, and the chosen ones. A selector "
     "that is not better than random blocks and the ones just before says nothing for landmarks.",
@@ -217,7 +217,7 @@ ENTRY = Study(
     axis="top-k",
     figure="losses",
     contrasts=functools.partial(compare_pairs, pairs=(*PAIRS, WAYS[::-1])),
-    extra=extra,
+    extra=collect_extra,
     pictures=pictures,
     check=functools.partial(check, Question((), documents=0)),
     options=("models", "data"),

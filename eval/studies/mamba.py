@@ -71,7 +71,7 @@ def _name(dropout: float, start: str) -> str:
     return f"dropout {dropout:g}, start {start}"
 
 
-def places(asked: StudyOptions) -> list[Place]:
+def plan_places(asked: StudyOptions) -> list[Place]:
     """Return a row a length, a line a dropout and a start, and the controls of each length."""
     scale = SCALES[asked.scale]
     task = f"mqar:vocab_size={scale.vocab_size}"
@@ -91,7 +91,7 @@ def places(asked: StudyOptions) -> list[Place]:
     return found
 
 
-def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
+def measured_values(run: Run, record: Record) -> dict[int, dict[str, float]]:
     """Return log2 of the steps until the task was found, infinite where it never was."""
     step = found_at(record)
     found = {"value": math.inf if step is None else math.log2(step)}
@@ -126,8 +126,8 @@ def controls(rows: Rows) -> list[Control]:
 ENTRY = Study(
     "mamba",
     "when Mamba learns to recall, by dropout, initialization and learning rate",
-    places,
-    values,
+    plan_places,
+    measured_values,
     measures={"": f"log2 of the steps until validation was above {FOUND:g}"},
     also={"accuracy": "accuracy at the end"},
     contrasts=contrasts,

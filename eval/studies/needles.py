@@ -8,7 +8,7 @@ from eval.lab.contrasts import first_minus_others
 from eval.lab.places import NEGATIVE, Place, Run
 from eval.lab.study import Study, StudyOptions
 from eval.recall.cell import Cell
-from eval.recall.grids import controls, values
+from eval.recall.grids import controls, measured_values
 
 WAYS = ("dense", "guided", "hard")
 MODELS = ("cat", *(f"landmark:block=8,training={way}" for way in WAYS))
@@ -20,7 +20,7 @@ SCALES = {
 }
 
 
-def places(asked: StudyOptions) -> list[Place]:
+def plan_places(asked: StudyOptions) -> list[Place]:
     """Return a place for each model; no mixing is the negative control."""
     vocabulary, width, length, tested, examples, epochs, rates, seeds = SCALES[asked.scale]
     found = []
@@ -46,8 +46,8 @@ def places(asked: StudyOptions) -> list[Place]:
 ENTRY = Study(
     "needles",
     "how many needles models find in longer text that read chosen blocks",
-    places,
-    values,
+    plan_places,
+    measured_values,
     source="LCAT, section 5 and Figure 3",
     notes="Four keys with their values stand anywhere in the text and are asked at its end. "
     "Landmarks are averages of 8 keys; a query reads the 4 blocks chosen and 2 near it. Models are "

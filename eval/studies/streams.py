@@ -126,7 +126,7 @@ def specification(mixer: str, conv_type: str, line: Streams) -> str:
     return ",".join(options + ["shared_kv=true"] * line.shared_kv)
 
 
-def places(asked: StudyOptions) -> list[Place]:
+def plan_places(asked: StudyOptions) -> list[Place]:
     """Return a row for recall and one a text, and a column for each mixer and kind of filter.
 
     Raises:
@@ -159,7 +159,7 @@ def places(asked: StudyOptions) -> list[Place]:
     return found
 
 
-def values(run: Run, record: Record) -> dict[int, dict[str, float]]:
+def measured_values(run: Run, record: Record) -> dict[int, dict[str, float]]:
     """Return the accuracy of recall, or the loss on held-out documents in nats a token."""
     documents = {name: record[name] for name in ("documents",) if name in record}
     return {run.cell.seq_len: {"value": record.get("loss", record["accuracy"]), **documents}}
@@ -197,8 +197,8 @@ def _gains(at: Mapping[tuple, Line], rows: Sequence[str]) -> Iterator[Contrast]:
 ENTRY = Study(
     "streams",
     "which of q, k and v needs the convolution, on recall and on text",
-    places,
-    values,
+    plan_places,
+    measured_values,
     source="CAT, arXiv version, section 7",
     claim="Convolving keys and queries does not help in real runs.",
     notes="Without a filter on k or v, softmax and linear attention sum over positions what each "

@@ -90,7 +90,7 @@ def summed(model: torch.nn.Module, group: Any) -> tuple[torch.Tensor, list[torch
     model.set_sequence_group(group)
     model.zero_grad()
     if group is not None:
-        given |= {name: group.own(given[name], 1) for name in ("input_ids", "shift_labels")}
+        given |= {name: group.slice_own(given[name], 1) for name in ("input_ids", "shift_labels")}
     loss = model(**given, num_items_in_batch=1, skip_logits=True).loss
     loss.backward()
     found = [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]

@@ -34,7 +34,7 @@ def make_convolution(settings: StreamSettings, activates: bool = False) -> Strea
         return None
     convolution = StreamPipeline(settings, {}, activates)
     with torch.no_grad():
-        for name, values in convolution.starts().items():
+        for name, values in convolution.draw_initial_values().items():
             convolution.get_parameter(name).copy_(values)
     return convolution
 
@@ -111,7 +111,7 @@ class Attention(AttentionMixin, nn.Module):
         if self.config.position_embedding == "rope":
             cos, sin = rotary_angles(context.positions, query)
             query, key = self.rotate(query, key, cos, sin, unsqueeze_dim=2)
-        output, _ = self._meet((query, key, *others), context)
+        output, _ = self._attend_to_streams((query, key, *others), context)
         return self.out_proj(output.flatten(2))
 
     def _with_layout(self, x: Tensor, context: Context) -> Context:

@@ -307,7 +307,7 @@ def chosen_entries(model: Any) -> dict[type[Entry], Entry]:
     return {kind: entry for kind, entry in chosen.items() if entry is not None}
 
 
-def described(kind: type[Entry], model: Any) -> str:
+def describe_entry(kind: type[Entry], model: Any) -> str:
     """Return the name of a model's entry with the options that are given."""
     named, options = f"{kind.key} {_chosen(kind, model).name!r}", getattr(model, kind.options_key)
     return f"{named}, {kind.options_key}={short(options)}" if options else named
@@ -332,7 +332,7 @@ def build(kind: type[Entry], config: Any) -> Any:
             raise ValueError(problem)
         check_parameters(module, needs_initial_values=True)
     except ValueError as error:
-        raise UserError(f"{described(kind, config)}: {error}") from error
+        raise UserError(f"{describe_entry(kind, config)}: {error}") from error
     return module
 
 

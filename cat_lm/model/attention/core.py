@@ -75,11 +75,11 @@ class AttentionMixin:
         """Return the output [B, T, C] for x [B, T, C], and the attention maps if the function
         returns them.
         """
-        streams = self._divided(self._streams, self._project(x), context)
-        output, maps = self._meet(streams, context)
+        streams = self._compute_streams(self._streams, self._project(x), context)
+        output, maps = self._attend_to_streams(streams, context)
         return getattr(self, self.output_name)(output.flatten(2).contiguous()), maps
 
-    def _divided(
+    def _compute_streams(
         self,
         compute: Callable[..., tuple[Tensor, ...]],
         projected: tuple[Tensor, ...],
@@ -105,7 +105,7 @@ class AttentionMixin:
         part.padding = group.is_real(before, read[0])
         return group.to_heads(*(stream[:, before:] for stream in compute(*read, part)))
 
-    def _unconvolved(
+    def _rotate_unconvolved(
         self, query: Tensor, key: Tensor, value: Tensor, context: Context
     ) -> tuple[Tensor, ...]:
         if self.qk_norm is not None:
@@ -116,7 +116,9 @@ class AttentionMixin:
         query, key = self.rotate(query.transpose(1, 2), key.transpose(1, 2), *context.rotary)
         return query.transpose(1, 2), key.transpose(1, 2), value
 
-    def _meet(self, streams: tuple[Tensor, ...], context: Context) -> tuple[Tensor, Tensor | None]:
+    def _attend_to_streams(
+        self, streams: tuple[Tensor, ...], context: Context
+    ) -> tuple[Tensor, Tensor | None]:
         """Attend with queries, keys and values [B, T, heads, D] and the extra outputs of a
         convolution.
 
@@ -231,7 +233,7 @@ def check_attention(body: nn.Module) -> None:
     is_computed = able and all(entry.computes_on_cpu for entry in foreign.values())
     if not (foreign and is_computed) or attention.length_problems(config, TIME):
         return
-    named = " with ".join(attention.described(kind, config) for kind in foreign)
+    named = " with ".join(attention.describe_entry(kind, config) for kind in foreign)
     small = copy_with(config, _SMALL | {"_attn_implementation": able[0]})
     shape = config.num_attention_heads, config.stream_heads("k"), config.head_width
     key = type(body), *map(id, foreign.values()), named, able[0], shape

@@ -50,7 +50,7 @@ class ConvolvedAttention(AttentionMixin):
         *projected, context = projected
         if self.convolution is not None:
             return self.convolution(context, *projected, norm=self.qk_norm)
-        return self._unconvolved(*self._split(*projected), context)
+        return self._rotate_unconvolved(*self._split(*projected), context)
 
 
 class CatAttention(ConvolvedAttention, GPTNeoXAttention):

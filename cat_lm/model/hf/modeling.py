@@ -83,7 +83,7 @@ class PreTrainedMixin(InitialValuesMixin):
             if getattr(module, "bias", None) is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, StreamPipeline):
-            for name, values in module.starts().items():
+            for name, values in module.draw_initial_values().items():
                 init.copy_(getattr(module, name), values)
         elif isinstance(module, CanonLayer) and self.config.canon_init == "zero":
             init.zeros_(module.canon_filter)

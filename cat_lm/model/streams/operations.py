@@ -74,7 +74,7 @@ class SeparateStreams:
         """Return the tensors that the decoding state stores for the streams, by name."""
         return {stream: self._parts[stream] for stream in streams}
 
-    def apart(self, stored: dict[str, Tensor], streams: str) -> dict[str, Tensor]:
+    def split_stored(self, stored: dict[str, Tensor], streams: str) -> dict[str, Tensor]:
         """Split the stored tensors into one for each stream."""
         return stored
 
@@ -82,8 +82,8 @@ class SeparateStreams:
 class PackedStreams(SeparateStreams):
     """Streams packed as GPT-NeoX packs them, [B, T, H, 3, D], with biases [H, 3, D].
 
-    Taken apart they are not indexed: the backward pass would fill a whole gradient with zeros for
-    each.
+    They are unpacked by `unbind` and not by indexing, whose backward pass would fill a gradient
+    with zeros for each stream.
     """
 
     def __init__(self, packed: Tensor, bias: Tensor | None) -> None:
@@ -111,7 +111,7 @@ class PackedStreams(SeparateStreams):
     def stored(self, streams: str) -> dict[str, Tensor]:
         return {"qkv": self.packed[:, :, :, STREAM_SLICES[streams]]}
 
-    def apart(self, stored: dict[str, Tensor], streams: str) -> dict[str, Tensor]:
+    def split_stored(self, stored: dict[str, Tensor], streams: str) -> dict[str, Tensor]:
         return {s: stored["qkv"][:, :, :, number] for number, s in enumerate(streams)}
 
 
@@ -124,7 +124,7 @@ class LayerPass:
         streams: as filters read them.
         norm: of queries and keys, if the model has one.
         context: of the layer.
-        inputs: the streams by their letters, [B, T, heads, D], once they are taken apart.
+        inputs: the streams by their letters, [B, T, heads, D], once they are unpacked.
         biases: of the projections, [heads, D], which come after the filters; None for none.
         earlier: the inputs before `inputs`, [B, W−1, heads, D], of streams that have some.
     """
@@ -147,11 +147,11 @@ class LayerPass:
             self.stored_before = {name: x for name, x in found.items() if x is not None}
         return self.stored_before
 
-    def take_apart(self) -> None:
+    def unpack_streams(self) -> None:
         """Unpack each stream's inputs and biases, and the inputs before them."""
         before, names = self.exchange(), self.weights.filtered
         self.inputs, self.biases = self.streams.parts(), self.streams.biases()
-        self.earlier = self.streams.apart(before, names) if before else {}
+        self.earlier = self.streams.split_stored(before, names) if before else {}
 
 
 # Changes x [B, T, heads, D] of a stream, which it may widen.
@@ -373,7 +373,7 @@ class QueryKeyNorm(NothingDecays):
             return x
         scale = self.logit_scale
         if x.shape[2] < self.heads:  # Select the weights of this rank's heads.
-            scale = group.own(scale)
+            scale = group.slice_own(scale)
         # rms(q)·rms(k) / sqrt(D) = sqrt(D) q̂·k̂.
         return x * (scale / math.sqrt(self.width))[:, None].to(x.dtype)
 

@@ -135,7 +135,7 @@ class StreamPipeline(NothingDecays):
             return taps
         return taps / taps.abs().sum((0, 2), keepdim=True).clamp(min=1e-12)
 
-    def starts(self) -> dict[str, Tensor]:
+    def draw_initial_values(self) -> dict[str, Tensor]:
         """Draw the initial values of all parameters, by name."""
         drawn = {f"{s}_{op.name}": op.drawn(s) for op, streams in self.named for s in streams}
         own = self.named_parameters(recurse=False)
@@ -192,7 +192,7 @@ class StreamPipeline(NothingDecays):
     def _finish(
         self, layer: LayerPass, made: dict[str, Tensor], done: dict[str, int]
     ) -> dict[str, Tensor]:
-        layer.take_apart()
+        layer.unpack_streams()
         finished = layer.inputs | made
         for s in STREAMS:
             rest = self.operations[s][done.get(s, 0) :]
@@ -255,7 +255,7 @@ def _one_token(layer: LayerPass) -> Made | None:
         rows = min(past.shape[1] + 1, first.window - 1)
         following[name] = past.new_empty(past.shape[0], rows, *past.shape[2:])
     held = {name: past.contiguous() for name, past in held.items()}
-    past, after = streams.apart(held, names), streams.apart(following, names)
+    past, after = streams.split_stored(held, names), streams.split_stored(following, names)
     made = convolve_step(
         first.kind.name,
         inputs,

@@ -204,7 +204,7 @@ def measure(layer: TwoSidedLayer, lengths: tuple[int, ...], rows: int) -> Measur
         for tokens, answers in zip(*(part.split(500) for part in held_out), strict=True):
             keys = layer.keys(tokens)
             off = (layer(tokens, keys) - layer.embeddings[answers]).norm(dim=1).max()
-            golden = 0.5 * places(tokens, problem.ngram).double()
+            golden = 0.5 * mark_ngram_ends(tokens, problem.ngram).double()
             far = (layer.attention(keys) - golden).abs().sum(dim=1).max()
             worst.append(torch.stack([off, far]))
         # torch's maximum of numbers and NaN is NaN, which no bound may hold.
@@ -370,7 +370,7 @@ def _with_query(
     return tokens, tokens[np.arange(len(tokens)), place + n]
 
 
-def places(tokens: Tensor, ngram: int) -> Tensor:
+def mark_ngram_ends(tokens: Tensor, ngram: int) -> Tensor:
     """Return where [B, L] the last N-gram of each row ends, including the last position."""
     same = tokens == tokens[:, -1:]
     for lag in range(1, ngram):

@@ -36,7 +36,7 @@ def test_slices_are_those_of_a_brute_force(length, stride):
     # Documents, and tokens between them that nobody scores.
     spans = [(0, 1), (2, 60), (61, 64), (70, 160)]
     windows = [w for span in spans for w in span_windows(*span, length, stride)]
-    found = recalled.slices(tokens, windows, counts, vocabulary=6)
+    found = recalled.assign_slices(tokens, windows, counts, vocabulary=6)
     expected = brute_force(tokens, windows, counts)
     for name, part in found.items():
         assert set(np.flatnonzero(part)) == {i for i, own in expected.items() if name in own}
@@ -48,8 +48,8 @@ def test_a_pair_before_the_window_is_no_hit():
     tokens = np.array([1, 2, 3, 4, 1, 2])
     whole, half = (span_windows(0, 5, length, 2) for length in (5, 4))
     zeros = np.zeros(5, np.int64)
-    assert np.flatnonzero(recalled.slices(tokens, whole, zeros, 5)["0"]).tolist() == [4]
-    assert not recalled.slices(tokens, half, zeros, 5)["0"].any(), "its pair is at 0"
+    assert np.flatnonzero(recalled.assign_slices(tokens, whole, zeros, 5)["0"]).tolist() == [4]
+    assert not recalled.assign_slices(tokens, half, zeros, 5)["0"].any(), "its pair is at 0"
 
 
 def test_counts_of_pairs_in_parts_are_those_of_the_whole():
@@ -91,7 +91,7 @@ def test_slices_of_a_model_are_its_losses(long_corpus, tmp_path):
     model = CatGlaForCausalLM(CatGlaConfig(vocab_size=257, intermediate_size=16, **shape))
     model.eval().save_pretrained(tmp_path / "model")
     given = (tmp_path / "model", "float32", "cpu", long_corpus, 3, 200)
-    found, longer = (recalled.recalled(*given, length, 0) for length in (16, 128))
+    found, longer = (recalled.score_recalled(*given, length, 0) for length in (16, 128))
     stream, _, spans = recalled._text(long_corpus, 3, 200, 0)
     windows = [w for span in spans for w in span_windows(*span, 16, 8)]
     nlls = token_nlls(model, stream.tokens, windows)
@@ -104,4 +104,4 @@ def test_slices_of_a_model_are_its_losses(long_corpus, tmp_path):
             for x in (found, longer)]  # fmt: skip
     assert 0 < hits[0] < hits[1], "more is seen in a longer window"
     with pytest.raises(UserError, match=r"--skip-tokens 1000000: .*; skip fewer"):
-        recalled.recalled(*given, 16, 10**6)
+        recalled.score_recalled(*given, 16, 10**6)

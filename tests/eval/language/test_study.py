@@ -329,7 +329,7 @@ def test_models_that_do_not_fit_are_refused_where_they_are_asked_for(
     of_documents = {"tokens": [1, 1], "nats": [1.0, 2.0]}
     found = {"loss": 1.5, "counts": 2.0, "documents": of_documents}
     slices = {name: found for name in recalled.SLICES}
-    monkeypatch.setattr(language, "recalled", lambda *_: slices)
+    monkeypatch.setattr(language, "score_recalled", lambda *_: slices)
     code, _, err = run(Imitation(), "rivals", "--models", "pythia", "cat")
     assert code == 0, err
     rows = {x["row"] for x in read(tmp_path, "rivals")["contrasts"]}

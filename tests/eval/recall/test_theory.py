@@ -221,7 +221,7 @@ def test_the_residual_of_lemma_2():
 def test_sequences_follow_the_definitions(grams):
     problem = Problem(10, grams, vocabulary=4, width=4)
     tokens, answers = two_sided.sequences(problem, 10, 50, "train", most=10**6)
-    golden = two_sided.places(tokens, grams)
+    golden = two_sided.mark_ngram_ends(tokens, grams)
     assert (golden.sum(dim=1) == 2).all() and golden[:, -1].all()
     first = golden.double().argmax(dim=1)
     assert (first < 10 - grams).all()

@@ -18,7 +18,7 @@ from tests.commands import python
 
 
 def places(data, scale="cpu", **more):
-    return study.places(StudyOptions(scale, more={"data": (str(data),)}, **more))
+    return study.plan_places(StudyOptions(scale, more={"data": (str(data),)}, **more))
 
 
 @pytest.fixture
@@ -70,17 +70,17 @@ def test_a_cell_is_trained_swept_and_diagnosed(tiny_corpus, long_validation, tmp
 
     trained = {"diverged": False, "loss": 3.0, "precision": "fp32"}
     trained |= {"parameters": 1000, "tokens_per_second": 1.0}
-    monkeypatch.setattr(study.Cell, "_trained", lambda self, folder, device: dict(trained))
+    monkeypatch.setattr(study.Cell, "_train_run", lambda self, folder, device: dict(trained))
     monkeypatch.setattr(study, "check_command", call)
     record = cell.run_in(tmp_path, "cpu")
     assert [words[2] for words in called] == ["sweep", "diagnose"]
     assert ("--calibrate" in called[0]) and record["rows"][0]["text"] == tiny_corpus.name
-    found = study.values(place.run, record)
+    found = study.measured_values(place.run, record)
     assert found[2] == {"value": 0.0, "loss": 2.0, "share": 0.1, "error": 0.25}  # of the oracle
     assert sorted(found) == list(cell.top_k)
     trained["diverged"] = True
     lost = cell.run_in(tmp_path, "cpu")
-    assert len(called) == 2 and math.isnan(study.values(place.run, lost)[2]["value"])
+    assert len(called) == 2 and math.isnan(study.measured_values(place.run, lost)[2]["value"])
 
 
 @pytest.mark.long

@@ -106,14 +106,14 @@ def test_values_are_by_length_or_width():
     tests = {name: {"seq_len": x, "accuracy": y} for name, (x, y) in tests.items()}
     tests["length 8"]["one_token_ceiling"] = 0.25
     record = {"accuracy": 0.9, "tests": tests}
-    assert grids.values(run, record) == {
+    assert grids.measured_values(run, record) == {
         8: {"value": 0.8, "one_token_ceiling": 0.25},
         16: {"value": 0.9, "fixed_keys": 0.9},
         32: {"value": 0.5, "fixed_keys": 0.7},
     }
-    assert grids.values(replace(run, across="length"), record) == {16: {"value": 0.9}}
+    assert grids.measured_values(replace(run, across="length"), record) == {16: {"value": 0.9}}
     wide = replace(run, across="width", cell=replace(run.cell, d_model=48))
-    assert grids.values(wide, record) == {48: {"value": 0.9}}
+    assert grids.measured_values(wide, record) == {48: {"value": 0.9}}
 
 
 def with_accuracy(trained: float, **tests: float) -> dict:

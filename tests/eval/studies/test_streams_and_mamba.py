@@ -31,7 +31,7 @@ def choose(monkeypatch, **documents: int) -> None:
 
 def test_streams_differ_in_what_they_name_alone(tiny_corpus, monkeypatch):
     choose(monkeypatch, documents=4, choosing_documents=2)
-    places = streams.places(asked(tiny_corpus))
+    places = streams.plan_places(asked(tiny_corpus))
     assert len({(p.run.row, p.run.column, p.run.line) for p in places}) == 2 * 8 * (8 + 2 + 5 + 2)
     for place in places:
         run, options = place.run, make_mixer(place.run.cell.mixer).options
@@ -48,19 +48,19 @@ def test_streams_differ_in_what_they_name_alone(tiny_corpus, monkeypatch):
             assert options.window == (2 if run.line.endswith("W = 2") else 4)
             assert run.column.endswith(f", {options.conv_type}")
     columns = ("DeltaNet, head", "softmax attention, head")
-    found = streams.places(StudyOptions("smoke", columns=columns, rows=(streams.RECALL,)))
+    found = streams.plan_places(StudyOptions("smoke", columns=columns, rows=(streams.RECALL,)))
     assert [*dict.fromkeys(p.run.column for p in found)] == [*reversed(columns)]
 
 
 def test_streams_refuse_data_that_do_not_fit(tiny_corpus, monkeypatch):
     there = open_corpus(tiny_corpus, "validation").num_documents
     choose(monkeypatch, documents=there - 2, choosing_documents=2)
-    streams.places(asked(tiny_corpus))
+    streams.plan_places(asked(tiny_corpus))
     with pytest.raises(UserError, match="there is another folder of this name"):
-        streams.places(asked(tiny_corpus, tiny_corpus))
+        streams.plan_places(asked(tiny_corpus, tiny_corpus))
     choose(monkeypatch, documents=there - 2, choosing_documents=3)
     with pytest.raises(UserError, match="are to be scored and 3 others choose rates"):
-        streams.places(asked(tiny_corpus))
+        streams.plan_places(asked(tiny_corpus))
 
 
 def test_streams_are_compared_with_the_same_without_filters_and_both_mixers():
@@ -81,7 +81,9 @@ def test_streams_are_compared_with_the_same_without_filters_and_both_mixers():
 
 
 def test_mamba_has_every_dropout_and_initialization():
-    runs = [place.run for place in mamba.places(StudyOptions("paper")) if place.run.row != CONTROL]
+    runs = [
+        place.run for place in mamba.plan_places(StudyOptions("paper")) if place.run.row != CONTROL
+    ]
     assert len(runs) == 4 * len(mamba.SCALES["paper"].lengths)
     for run in runs:
         start = run.cell.resolved()["mixer"]["options"]["init"]
@@ -89,13 +91,13 @@ def test_mamba_has_every_dropout_and_initialization():
 
 
 def test_mamba_is_compared_by_when_it_finds_the_task():
-    runs = [place.run for place in mamba.places(StudyOptions("smoke"))]
+    runs = [place.run for place in mamba.plan_places(StudyOptions("smoke"))]
     shown, control = ([r for r in runs if (r.row == CONTROL) == is_c] for is_c in (False, True))
     record = {"history": [{"step": 4, "accuracy": 0.9}, {"step": 8, "accuracy": 0.95}]}
     record["accuracy"] = 0.97
-    assert mamba.values(shown[0], record) == {8: {"value": 3.0, "accuracy": 0.97}}
+    assert mamba.measured_values(shown[0], record) == {8: {"value": 3.0, "accuracy": 0.97}}
     never = {"history": [{"step": 4, "accuracy": 0.5}], "accuracy": 0.5}
-    assert mamba.values(shown[0], never)[8]["value"] == math.inf
+    assert mamba.measured_values(shown[0], never)[8]["value"] == math.inf
     record["validation"] = never["validation"] = {"accuracy": 0.5}
     assert shown[0].cell.score(record) == -3.0 > shown[0].cell.score(never)
     choice = Choice(1e-2, {}, False)
@@ -104,7 +106,7 @@ def test_mamba_is_compared_by_when_it_finds_the_task():
         for run in shown
         for seed, found in enumerate((record, never))
     ]
-    found = compute(mamba.contrasts(gather_lines(of, mamba.values)))
+    found = compute(mamba.contrasts(gather_lines(of, mamba.measured_values)))
     assert len(found) == 4 and {x["low"] for x in found} == {None}  # a run that never found it
     checks = mamba.controls([(run, never) for run in control])
     assert [one.passed for one in checks] == [False, True]

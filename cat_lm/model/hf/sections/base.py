@@ -68,7 +68,7 @@ class ModelSection(Section):
         """Return the stored values of keys that may be left out."""
         return {}
 
-    def portable(self) -> ModelSection:
+    def with_portable_attention(self) -> ModelSection:
         """Return the same model with implementations that every machine supports."""
         return self
 

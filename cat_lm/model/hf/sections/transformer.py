@@ -120,7 +120,7 @@ class TransformerSection(ModelSection):
             *(problem for entry in entries for problem in entry.division_problems(self)),
         ]
 
-    def portable(self) -> TransformerSection:
+    def with_portable_attention(self) -> TransformerSection:
         if self.attn_implementation == "eager":
             return self
         changes: dict[str, Any] = {"attn_implementation": "sdpa"}
