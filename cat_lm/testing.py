@@ -136,7 +136,7 @@ def _run(named: str, check: Callable[[], None]) -> None:
             raise AssertionError(f"{named}: {error}") from None
         except UserError:
             raise
-        except Exception as error:  # whatever a plugin's module raises
+        except Exception as error:  # A plugin's module may raise anything.
             problem = f"{named}: cannot compute {TIME} tokens: {describe_plugin_error(error)}"
             raise AssertionError(problem) from error
 

@@ -122,7 +122,7 @@ def _plain_config(
         raise UserError(
             f"model {folder}: --conv none: transformers has no model of {architecture.name}"
         )
-    without = architecture.own_config(source, canon="none")  # whose filters are looked at next
+    without = architecture.own_config(source, canon="none")  # Its filters are examined next.
     for problem in architecture.library_problems(without):
         raise UserError(f"model {folder}: {problem}")
     return architectures.library_config(source)
@@ -159,7 +159,7 @@ def _identity_filters(config: PreTrainedConfig) -> dict[str, Tensor]:
 
     found = {}
     for name, parameter in conversion.empty_model(config).state_dict().items():
-        if name.endswith(".canon_filter"):  # which is added to what it reads
+        if name.endswith(".canon_filter"):  # Its output is added to its input.
             found[name] = torch.zeros(parameter.shape)
         elif name.endswith("_rank_filter"):
             found[name] = Ranks(filter_of(config)).initial(name.removesuffix("_rank_filter")[-1])
@@ -171,7 +171,7 @@ def _identity_filters(config: PreTrainedConfig) -> dict[str, Tensor]:
 def copy_tokenizer(folder: Path, new: Path) -> None:
     """Write the tokenizer of `folder`, if it has any, and its generation_config.json to `new`."""
     if (generation := folder / "generation_config.json").is_file():
-        read_object(generation, finite=True)  # a copy of ours is JSON that any reader takes
+        read_object(generation, finite=True)  # Check that the copied file is valid JSON.
         shutil.copyfile(generation, new / generation.name)
     if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         loading.load_tokenizer(folder).save_pretrained(new)

@@ -25,8 +25,8 @@ from cat_lm.core.folders import check_output
 from cat_lm.pretrained.loading import begin, model_folder
 from cat_lm.pretrained.record import comparing_files
 
-FACTORS = (0.5, 1, 2, 4)  # of the training length
-MAX_TOKENS = 65_536  # where the run's own validation has no limit
+FACTORS = (0.5, 1, 2, 4)  # lengths relative to the training length
+MAX_TOKENS = 65_536  # used if the run's own validation has no limit
 
 
 def evaluate(run: Path, max_tokens: int | None = None, seed: int = 0) -> None:

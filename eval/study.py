@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> None:
         known = ", ".join(study.scales)
         raise UserError(f"--scale {arguments.scale}: the study {study.name} has {known}")
     taken = {*study.options, *(_LONG_RANGE if "long_range" in study.options else ())}
-    if not taken & {"long_range", "tokens"}:  # whose cells are trained one by one
+    if not taken & {"long_range", "tokens"}:  # These cells are trained one at a time.
         taken.add("stack")
     given = {name: getattr(arguments, name) for name in (*OPTIONS, "stack")}
     for name, value in given.items():

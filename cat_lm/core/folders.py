@@ -23,7 +23,7 @@ from cat_lm.core.errors import UserError, describe_os_error, file_error
 from cat_lm.core.files import give_usual_mode, sync_directory, write_text
 
 MARK = ".cat_lm.json"  # marks a temporary folder as this program's
-WAIT_SECONDS = 0.2  # between attempts to take a lock
+WAIT_SECONDS = 0.2  # seconds between attempts to take a lock
 _MARK_TEXT = '{"format":1,"program":"cat_lm","temporary":true}\n'
 # Matches s3://, file:/, a::s3:// and user@host:. `Path` merges double slashes and drops "./".
 _SCHEME = r"[A-Za-z][A-Za-z0-9+.-]+"

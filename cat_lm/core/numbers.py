@@ -112,7 +112,7 @@ TEMPERATURE = Range(1e-3, 1e3)
 NORM_EPSILON = Range(1e-20, 1.0)
 # The width of keys and values over that of the model.
 EXPANSION = Range(1e-3, 64.0)
-TIME_STEP = Range(1e-9, 1e3)  # of a state-space model
+TIME_STEP = Range(1e-9, 1e3)  # the step of a state-space model
 SCALING_FACTOR = Range(1.0, 4096.0)
 # Options of YaRN: the factor of cosines and sines, and rotations over the original length.
 ROPE_MAGNITUDE = Range(1e-3, 1e3)

@@ -81,7 +81,8 @@ def hash_sources(module: str, package: Distribution | None = None) -> str:
     if top not in _codes:
         digest = hashlib.sha256()
         for path in _sources(top, package):
-            with contextlib.suppress(OSError):  # such as an editor's lock, a dangling link
+            # It may be an editor's lock, which is a dangling link.
+            with contextlib.suppress(OSError):
                 digest.update(f"{path.name}\0".encode() + path.read_bytes())
         _codes[top] = digest.hexdigest()[:12]
     return _codes[top]

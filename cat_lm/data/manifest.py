@@ -20,7 +20,7 @@ from cat_lm.core.readers import Record, check_shape, parse_value, read_bytes, sh
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
-SPLITS = ("train", "validation")  # of all data
+SPLITS = ("train", "validation")  # the splits that all data have
 ALL_SPLITS = (*SPLITS, "test")
 PlainName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]{0,199}$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

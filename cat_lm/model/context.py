@@ -131,7 +131,7 @@ class Context:
 
 def layer_context(context: Context, index: int) -> Context:
     """Return the context of one layer, with its part of the cache."""
-    from cat_lm.model.cache import LayerStateMixin, follows_cache  # imports transformers
+    from cat_lm.model.cache import LayerStateMixin, follows_cache  # This import loads transformers.
 
     cache, state = context.cache, None
     # A layer may have no cache yet: transformers can create it when it is first filled.

@@ -17,8 +17,8 @@ from cat_lm.ops.long_filter import filters
 
 DEFAULT_WINDOW = 21
 CANON_PLACES = "ACD"
-CHUNK_SIZE = 128  # as LaS-chunk's
-WIDEST_FLASH_HEAD = 256  # channels, that flash attention's kernels take
+CHUNK_SIZE = 128  # the chunk size of LaS-chunk
+WIDEST_FLASH_HEAD = 256  # the most channels per head that flash attention's kernels support
 # Numbers of the rotary positions that have a key of their own, and their keys in rope_parameters.
 _ROPE_NUMBERS = {
     "rope_theta": "rope_theta",
@@ -52,7 +52,7 @@ def _head_rows(model: Any) -> Rows:
     rotated = channels if part is None else int(channels * part)
     shared, heads = key_heads(model), model.num_attention_heads
     rotates, rope, magnitude = has_rope(model), model.rope_parameters or {}, 1.0
-    if rope_type_of(rope) == "yarn":  # on cosines and sines
+    if rope_type_of(rope) == "yarn":  # YaRN also scales cosines and sines.
         magnitude = rope.get("attention_factor") or yarn_magnitude(rope["factor"])
     return (
         (

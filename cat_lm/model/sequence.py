@@ -147,7 +147,7 @@ def _exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], grou
     """Send the next `sent[r]` rows to rank r, and return the `received[r]` rows from each, in
     order.
     """
-    x = x.contiguous()  # a gradient may have any strides
+    x = x.contiguous()  # A gradient may have any strides.
     found = x.new_empty(sum(received), *x.shape[1:])
     torch.distributed.all_to_all_single(found, x, list(received), list(sent), group=group)
     return found

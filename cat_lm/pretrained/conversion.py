@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
-TOLERANCE = 1e-5  # of the largest logit
+TOLERANCE = 1e-5  # relative to the largest logit
 _ROWS, _TOKENS = 2, 48
 
 
@@ -73,7 +73,7 @@ def compare_logits(found: Tensor, expected: Tensor, what: str, advice: str) -> f
     Raises UserError, from `what` to `advice`, where it is more than `TOLERANCE`.
     """
     difference = float((found - expected).abs().max() / expected.abs().max())
-    if not difference <= TOLERANCE:  # also where it is NaN
+    if not difference <= TOLERANCE:  # NaN counts as a difference.
         raise UserError(
             f"{what} differ by {difference:.1e} of the largest, more than {TOLERANCE:.0e}; {advice}"
         )

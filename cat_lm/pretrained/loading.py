@@ -102,7 +102,7 @@ def choose_device(name: str = "auto") -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # which the device meta has not
+        torch.zeros(1, device=device).item()  # The device `meta` has no values, and raises.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UserError(
             f"--device {name}: cannot be used ({reason(error)}); use auto or cpu"
@@ -162,7 +162,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
             "into the weights or move it away"
         )
     for key in ("transformers_weights", "configuration_files"):
-        if key in settings:  # transformers would open other files than those that are looked at
+        if key in settings:  # transformers would open other files than those that were checked.
             raise UserError(f"{path}: {key}: other files are not read; remove the key")
     for key in ("attn_implementation", "_attn_implementation"):
         value = settings.get(key)
@@ -233,7 +233,7 @@ def model_config(path: Path | str) -> PreTrainedConfig:
             config = family.config_class().from_pretrained(folder, **_AS_IT_IS)
         elif architectures.has_stock(family):
             config = family.library_classes().config.from_pretrained(folder, **_AS_IT_IS)
-        else:  # transformers may not know it, and who does may need a GPU
+        else:  # transformers may not support it, or need a GPU.
             config = family.own_config(settings)
         if rope := getattr(config, "rope_parameters", None):
             check_rope_numbers(rope)
@@ -272,7 +272,7 @@ def load_model(
     # Listed weights that are gone, too, in whose place others would be read.
     verify(folder, {WEIGHTS, *(file.name for file in files)}.__contains__)
     if dtype == "auto":
-        config.dtype = None  # which transformers would take instead of the files'
+        config.dtype = None  # transformers would prefer it to the dtype of the files.
     model = _load(folder, files, config, dtype).to(target).eval()
     refuse_non_finite(f"model {folder}", dict(model.state_dict()))
     return model
@@ -293,7 +293,7 @@ def _load(folder: Path, files: list[Path], config: PreTrainedConfig, dtype: str)
             weights_only=True,
             **_AS_IT_IS,
         )
-    except Exception as error:  # of several libraries, for whatever they cannot open or parse
+    except Exception as error:  # Several libraries raise for files that they cannot open or parse.
         causes = [cause for file in files if (cause := os_error(error, file)) is not None]
         # Files that can be opened are not the cause while one cannot.
         causes.sort(key=lambda cause: cause.errno == errno.EAGAIN)
@@ -372,7 +372,7 @@ def load_tokenizer(path: Path | str) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, **_AS_IT_IS)
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # a panic of the library's Rust is no Exception
+    except BaseException as error:  # A panic in the library's Rust code is no Exception.
         problem = asks_for_code(settings) or reason(error)
         raise UserError(f"tokenizer {folder}: cannot be loaded: {problem}") from error
 
@@ -385,7 +385,7 @@ def begin_as_trained(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     tokenizer.bos_token = tokenizer.eos_token
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # which an attention mask hides
+        tokenizer.pad_token = tokenizer.eos_token  # The attention mask hides padding.
 
 
 def is_of_tokenizer(name: str) -> bool:

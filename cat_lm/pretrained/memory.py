@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-LOGIT_ELEMENTS = 2**23  # fp32 logits alive at once: 32 MiB, which fits a CPU's caches best
+LOGIT_ELEMENTS = 2**23  # fp32 logits in memory at once: 32 MiB, which fit into a CPU's caches
 
 
 def forward_bytes(model: PreTrainedModel, rows: int, length: int) -> int:

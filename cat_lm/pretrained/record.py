@@ -46,7 +46,7 @@ class ExportRecord(Versioned):
     dtype: str
     parameters: int = Field(ge=0)
     context_length: int | None = Field(None, ge=CONTEXT.low, le=CONTEXT.high)
-    precision: Literal["bf16", "fp32"] | None = None  # of the training
+    precision: Literal["bf16", "fp32"] | None = None  # precision of the training
 
 
 def read_record(folder: Path) -> ExportRecord | None:
@@ -57,7 +57,7 @@ def read_record(folder: Path) -> ExportRecord | None:
     if not (folder / RECORD).is_file():
         return None
     values = read_object(folder / RECORD, _AGAIN)
-    if values.get("program") != PROGRAM:  # another program's file of this name
+    if values.get("program") != PROGRAM:  # It is another program's file with this name.
         return None
     return check_shape(values, ExportRecord, str(folder / RECORD), _AGAIN)
 

@@ -176,7 +176,7 @@ class Memory:
     weights: float  # These three are what DeepSpeed keeps from step to step.
     gradients: float
     optimizer: float
-    activations: float  # of the backward pass of a micro-batch, with the loss's chunk of logits
+    activations: float  # tensors saved by a micro-batch, and the loss's chunk of logits
     buffers: float
     advice: str  # the keys that lower the memory
 

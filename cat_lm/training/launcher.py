@@ -32,7 +32,7 @@ def join_launcher() -> tuple[int, int, int]:
     Raises UserError if the launcher's variables are incomplete or invalid.
     """
     env, ranks = os.environ, world_size()
-    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun, deepspeed
+    if "RANK" in env and "WORLD_SIZE" in env:  # torchrun and deepspeed set both.
         rank, local_rank = _number("RANK", range(ranks)), _number("LOCAL_RANK", range(ranks), 0)
     elif _under_srun():
         rank = _number("SLURM_PROCID", range(ranks))

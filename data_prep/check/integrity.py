@@ -69,7 +69,7 @@ def document_ends(shard: Shard) -> np.ndarray:
 class ShardCheck:
     """A worker's task that returns the problems of a shard's files."""
 
-    path: Path  # without suffix
+    path: Path  # the shard without suffix
     digests: dict[str, str]
     eod_id: int
     vocab_size: int

@@ -20,7 +20,8 @@ from cat_lm.core.readers import clipped
 from data_prep.sources.documents import TEXT_PER_FILE_BYTE, Document, Malformed, Reading, suffix_of
 
 UNIT_BYTES = 256_000_000  # input of a unit of work: a few minutes on one core
-UNITS_AT_LEAST = 64  # if there are as many files, so that small sources occupy all cores
+# Number of units, if there are as many files, so that small sources occupy all cores.
+UNITS_AT_LEAST = 64
 HASHED_BYTES = 256_000_000  # Up to this size, which takes about a second, sources are hashed.
 UNKNOWN_SET = "unknown"
 NAMED_IN_MANIFEST, NAMED_IN_LOG = 20, 3  # numbers of left-out files whose names are given

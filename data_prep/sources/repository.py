@@ -213,7 +213,7 @@ class Hub(Repository):
         commit: str | None,
     ) -> None:
         """List the files at `commit`; None stands for the present commit of the revision."""
-        self.path = path  # used in the messages of `_ask_hub`
+        self.path = path  # The messages of `_ask_hub` need it.
         self.name, self.folder, asked = parse_hub_path(path)
         self.revision = commit or self._ask_hub(lambda: resolve_commit(self.name, asked, "dataset"))
         super().__init__(kind, path, reading, exclude, preset)

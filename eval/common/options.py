@@ -21,7 +21,7 @@ from cat_lm.core.errors import UserError
 from cat_lm.core.numbers import Range, check_number
 
 T = TypeVar("T")
-_SILENT = ("None", "False", "()", argparse.SUPPRESS)  # defaults of which help says nothing
+_SILENT = ("None", "False", "()", argparse.SUPPRESS)  # defaults that the help does not show
 
 
 class Option(NamedTuple):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-BF16_BOUND = 0.01  # nats a token
+BF16_BOUND = 0.01  # nats per token
 HELP = "auto: float32; on a GPU bfloat16 for exports of bf16 runs"
 
 

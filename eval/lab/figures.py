@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Grey is reserved for the control and the frame.
 COLOURS = tuple(c for c in RUN_COLOURS if c not in ("#56708a", "#4d4d4d"))
 CEILING = {"color": INK, "linestyle": (0, (1, 1.5)), "linewidth": 1.2, "zorder": 2}
-LIMIT = "one_token_ceiling"  # of `also`: how far matching one token goes, drawn as a dotted line
+LIMIT = "one_token_ceiling"  # the key in `also` of the last-token baseline, a dotted line
 _AXES = {"length": "context length (tokens)"}  # The names of axes in words.
 _WIDE = 2.9  # The width of a panel in inches.
 _LETTERS, _NAME_LETTERS = 12, 14  # The letters of a title and of a legend that fit an inch.

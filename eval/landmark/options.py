@@ -15,8 +15,8 @@ from eval.common.options import Option
 # Ways to choose blocks, see `eval.landmark.choosers`; in the order of tables and colours.
 SELECTORS = ("oracle", "ssm", "learned", "box", "exponential", "local", "random")
 LEARNED = ("ssm", "learned")  # These selectors are trained after the model, on data.
-STATE = 16  # numbers of state of `ssm` where no number is given
-TOKENS = 1_000_000  # to learn from, where no number is given
+STATE = 16  # default state size of `ssm`
+TOKENS = 1_000_000  # default number of tokens to learn from
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-ROWS = 64  # windows of the training length, of the held-out text that is scored
+ROWS = 64  # number of windows of the training length, from the scored text
 _BATCH = 16
 
 

@@ -121,7 +121,7 @@ def checked_scaling(model: PreTrainedModel, fields: dict[str, Any]) -> dict[str,
 def scaling_text(effective: dict[str, Any]) -> str:
     """Return a loaded model's scaling in a few words."""
     if effective["rope_type"] is None:
-        parts = ["no rotary positions"]  # perhaps others, which a model of the library may have
+        parts = ["no rotary positions"]  # A library's model may have other positions.
     elif effective["rope_type"] == "default":
         parts = ["rope default"]
     else:

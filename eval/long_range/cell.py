@@ -166,7 +166,8 @@ class Cell(cell.Cell):
         """Return the most rows of a split, before data are read."""
         chosen, task = getattr(self, f"{split}_rows"), self.make_task()
         there = getattr(task, split, None) or task.official.get(split)
-        there = there or task.official.get("test") or 0  # of a held-out tenth, more than enough
+        # A held-out tenth of the rows is more than enough.
+        there = there or task.official.get("test") or 0
         return there if chosen is None else min(chosen, there or chosen)
 
     def plan(self) -> Iterator[Step]:
@@ -175,7 +176,7 @@ class Cell(cell.Cell):
 
     @property
     def tested_rows(self) -> float:
-        tests = 2 if self.make_task().classes else 1  # the second with exchanged inputs
+        tests = 2 if self.make_task().classes else 1  # The second test has exchanged inputs.
         validations = sum(step.tested for step in self.plan())
         return self.rows_of("validation") * validations + tests * self.rows_of("test")
 

@@ -24,7 +24,7 @@ from eval.long_range.tasks import Place, Task, check_read, make_task
 _SHARE = 0.9  # Steps are counted until this share of the best model's score.
 LEARNS = {"cummax": 0.95, "cumsum": 0.95, "select": 0.9}  # R² that the first model must have
 GUESSES = 0.05  # R² on Select that a model which mixes nothing must not have
-_DEVIATIONS = 5  # of an accuracy
+_DEVIATIONS = 5  # number of standard deviations of an accuracy
 LRA = ("listops", "imdb", "aan", "cifar10", "pathfinder")
 ATOMIC = ("select", "cumsum", "cummax")
 MODELS = {
@@ -284,7 +284,8 @@ def _of_values(row: str, of_row: Rows, nothing: dict[str, Any]) -> Iterator[Cont
 
 def _of_classes(row: str, of_row: Rows, nothing: dict[str, Any], beside: Rows) -> Iterator[Control]:
     best, mean = max(_means(of_row).items(), key=lambda item: item[1])
-    share = max(nothing["value"], nothing["data"]["test"]["most_frequent"])  # it may diverge
+    # The control may diverge.
+    share = max(nothing["value"], nothing["data"]["test"]["most_frequent"])
     yield _at_least(row, "learns", best, mean, _accuracy_bound(nothing, share))
     first = next(run.line for run, _ in of_row if run.line != NEGATIVE)
     tested = [record for run, record in of_row if run.line == first]

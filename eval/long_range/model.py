@@ -230,7 +230,8 @@ class LongRangeModel(nn.Module):
         _check_lengths(cell.mixer, mixer, task)
         self.encoder: nn.Module
         if task.vocabulary:
-            self.encoder = nn.Embedding(task.vocabulary, width)  # of deviation 1, as S4's
+            # It is initialized with standard deviation 1, as in S4.
+            self.encoder = nn.Embedding(task.vocabulary, width)
         else:
             self.encoder = nn.Linear(task.channels, width)
         self.positions = _positions(mixer, task.length, width)

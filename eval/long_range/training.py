@@ -23,9 +23,9 @@ from eval.long_range.cell import Cell
 from eval.long_range.model import LearnedFilter, LongRangeModel
 from eval.long_range.tasks import SPLITS, Batch, Examples, Task
 
-FACTOR = 0.2  # of the rate, where validation stands still
-_DRAW = 0  # the seed of chosen rows
-_ORDER, _EXCHANGED = 0, 1  # streams of a cell's seed
+FACTOR = 0.2  # factor of the learning rate when validation stops improving
+_DRAW = 0  # seed of selected rows
+_ORDER, _EXCHANGED = 0, 1  # numbers of the random streams that are derived from a cell's seed
 
 
 def _load(cell: Cell, task: Task, split: str) -> Examples:

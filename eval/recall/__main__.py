@@ -15,7 +15,7 @@ from eval.recall.cell import Cell
 from eval.recall.tasks import TASKS
 from eval.recall.theory.claims import Simulations
 
-_TRIALS = {"smoke": 30, "cpu": 400, "paper": 4000}  # scale -> those of the landmark figure
+_TRIALS = {"smoke": 30, "cpu": 400, "paper": 4000}  # scale -> trials of the landmark figure
 
 
 @command

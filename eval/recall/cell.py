@@ -21,9 +21,10 @@ from eval.lab import cell
 from eval.lab.cell import Step, plan_steps
 from eval.recall.tasks import Task, generate, make_task
 
-BATCHES = {128: 512, 256: 256, 512: 128, 1024: 64}  # longest L -> rows, as Zoology's Figure 2
-DROPOUT = {"layer": 0.1, "rms": 0.0}  # of the embeddings, by the block that a mixer names
-MOST_TOKENS = 2**36  # of a split, each of which takes 8 bytes
+# Longest L -> batch size, as in Zoology's Figure 2.
+BATCHES = {128: 512, 256: 256, 512: 128, 1024: 64}
+DROPOUT = {"layer": 0.1, "rms": 0.0}  # dropout of the embeddings, by the type of block of a mixer
+MOST_TOKENS = 2**36  # the most tokens of a split, 8 bytes each
 _ROWS = Option(range=numbers.ROWS)
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from eval.lab.grid import Run
 
 SINGLE = 0.8  # share of a filter's sum of squares from which its largest tap counts as single
-_MOST_LINES = 60  # lines of one picture
+_MOST_LINES = 60  # the most lines of a plot
 _RULE = "delay(k) = delay(q) + delay(v) + 1"
 
 

@@ -40,7 +40,7 @@ ONE_LAYER_NOTE = (
 TRAINED = "trained length"  # the test of the task that was trained
 CONTROL_AT_LEAST = 0.99
 SOLVED = 0.99  # accuracy from which a run counts as having solved its task
-_DEVIATIONS = 5  # of chance, up to which the negative control may come: it is tested many times
+_DEVIATIONS = 5  # standard deviations from chance that are allowed to the negative control
 # What tests find beside the accuracy -> what it is.
 ALSO = {
     "accuracy_shared": "accuracy of queries whose last token another key has too",
@@ -151,7 +151,7 @@ SCALES = {
         memory_vocab=512,
         memory_len=32,
         memory_epochs=16,
-        memory_rates=(1e-3, 3e-3, 1e-2, 3e-2),  # a larger width may want a smaller one
+        memory_rates=(1e-3, 3e-3, 1e-2, 3e-2),  # A larger width may need a smaller learning rate.
         memory_one_layer=("mamba",),
         signals=8,
     ),
@@ -182,7 +182,7 @@ def figure_places(grid: Grid) -> Callable[[StudyOptions], list[Place]]:
         found = [place for place in found if _task_row(place) in rows]
         found += positive_controls(found)
         for place in found:
-            place.run.cell.tests()  # refused now, not after hours of training
+            place.run.cell.tests()  # Raise now, and not after hours of training.
         return found
 
     return places
@@ -237,7 +237,7 @@ def _by_length(scale: Scale, models: Sequence[str], one_layer: bool) -> Iterator
         every = itertools.product(scale.widths, (*models, NEGATIVE), lengths)
         for width, mixer, length in every:
             base = _base(scale, task(length), mixer, width, length, examples, one_layer)
-            if length == scale.trained:  # the length figure's cells, which serve both
+            if length == scale.trained:  # These are also the cells of the length figure.
                 base = _tested(base, scale)
             yield _place(Run(row, f"d = {width}", mixer, base), scale.rates, scale.seeds)
 
@@ -292,7 +292,7 @@ def _base(
         epochs=scale.epochs,
         train_examples=examples,
         batch_size=scale.batch_size,
-        stop_above=None,  # all for as long, so that nobody is tested when just above a threshold
+        stop_above=None,  # All models train equally long, and none stops just above a threshold.
     )
 
 
@@ -382,7 +382,7 @@ def controls(rows: Rows) -> list[Control]:
     for run, record in rows:
         if run.row == CONTROL:
             positive[run.column, run.cell.d_model].append((run, record))
-        elif run.line == NEGATIVE:  # a cell in two places of a figure is one control
+        elif run.line == NEGATIVE:  # A cell that is in two places of a figure is one control.
             seen = any(run.cell in cells for cells in negative.values())
             if not seen:
                 negative[run.row][run.cell] = (run, record)
@@ -412,7 +412,7 @@ def _negative(row: str, rows: Rows) -> Control:
         apart: dict[Any, str] = {}
         tasks = run.cell.tests()
         for name in record["tests"]:
-            apart.setdefault(tasks[name], name)  # two may be on the same rows
+            apart.setdefault(tasks[name], name)  # Two tests may use the same rows.
         for task, name in apart.items():
             accuracy = record["tests"][name]["accuracy"]
             labels = generate(task, 1, seed=0, split="test").labels

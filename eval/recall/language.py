@@ -33,8 +33,8 @@ from eval.lab.contrasts import ratio_error
 from eval.recall.cell import FilterCell, FilterRecord, dropout_of
 from eval.recall.model import RecallModel, learned_filters
 
-FLOOR = 0.1  # of the learning rate, where the cosine ends
-_POINTS = 20  # of a run's history, at least
+FLOOR = 0.1  # final learning rate relative to the peak
+_POINTS = 20  # the fewest points of a run's history
 
 
 class HeldOut(NamedTuple):

@@ -21,8 +21,8 @@ from eval.recall.tasks import Examples
 Answer = Callable[[Tensor, Tensor], Tensor]
 # Tokens, labels -> answers and what is right, [S, B, n] each; of which models all have a number.
 Answered = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-_LOGITS = 2**24  # logits made at once for a model
-_SQUARES = 2**22  # squares of rows' lengths at once
+_LOGITS = 2**24  # logits that are computed at once for a model
+_SQUARES = 2**22  # limit of the sum of squared row lengths in a batch
 
 
 def scored_positions(labels: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from cat_lm.ops.long_filter.chunks import taps_of
 from eval.recall.cell import dropout_of
 
 SPREAD = 0.02
-_SHOWN = 64  # taps of a filter without an end
+_SHOWN = 64  # number of taps that are shown of an infinite filter
 
 
 def make_block(mixer: Mixer, setting: Setting, feed_forward: bool) -> Block:

@@ -39,7 +39,7 @@ from eval.recall.measuring import measure, scored_positions, stack_of
 from eval.recall.model import RecallModel, learned_filters
 from eval.recall.tasks import Examples, generate
 
-_TEST_SEED = 10  # added to the seed, as Zoology's
+_TEST_SEED = 10  # added to the seed for test data, as in Zoology
 _VALIDATION_SEED = 20
 
 
@@ -225,11 +225,11 @@ def run_stack(cells: Sequence[Cell], device: str = "cpu") -> Iterator[tuple[Cell
         raise ValueError("only cells that differ in learning rate and seed alone can be stacked")
     trials = [Trial(cell, device) for cell in cells]
     started = time.monotonic()
-    make = functools.cache(generate)  # cells of one seed share their rows
+    make = functools.cache(generate)  # Cells with the same seed share their rows.
     for trial in trials:
         trial.load(make)
     data = (time.monotonic() - started) / len(trials)
-    torch.manual_seed(cells[0].seed)  # of the dropout
+    torch.manual_seed(cells[0].seed)  # This seeds the dropout.
     stack, plan = Stack(trials), list(cells[0].plan())
     shares, total, started = dict.fromkeys(trials, 0.0), 0.0, time.monotonic()
     for step in plan:

@@ -310,7 +310,8 @@ def _length_warning(rows: Sequence[dict[str, Any]]) -> str:
         cells = {tuple(row[key] for key in cell) for row in rows}
         return len({tuple(row[key] for key in (*cell, *keys)) for row in rows}) > len(cells)
 
-    warm = [row for row in rows if row["method"] not in ("none", "pi")]  # the scope does something
+    # With other methods the scope of the temperature has an effect.
+    warm = [row for row in rows if row["method"] not in ("none", "pi")]
     differing = {
         "on different tokens": differ(rows, ["tokens_sha256"]),
         "in different windows": differ(rows, ["stride", "documents"], "length"),

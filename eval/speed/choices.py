@@ -8,7 +8,7 @@ from cat_lm import architectures, mixers
 from cat_lm.ops.convolution import kinds
 
 DTYPES = ("float32", "bfloat16")
-PYTHIA = "pythia"  # of `models`, which every model's speed in training is compared with
+PYTHIA = "pythia"  # the model that the training speed of all models is compared with
 # The whole step from the packed projection to attention's inputs, and what it convolves by.
 QKV, QKV_KIND = "qkv", kinds.HEAD.name
 # This project's backends, and what else convolves: `eval.speed.kernels`.
@@ -23,7 +23,7 @@ SIZES = {
     "370m": {"layers": 24, "hidden_size": 1024, "heads": 16, "context_length": 2048},
     "1.4b": {"layers": 24, "hidden_size": 2048, "heads": 16, "context_length": 2048},
 }
-VOCAB_SIZE = 32_000  # of the paper's tokenizer
+VOCAB_SIZE = 32_000  # the vocabulary of the paper's tokenizer
 
 
 class Model(NamedTuple):

@@ -30,7 +30,7 @@ from cat_lm import ops
 from cat_lm.ops.convolution import kinds
 from eval.speed.choices import QKV, QKV_KIND
 
-ROTATED = 0.25  # of a head's channels, as in Pythia
+ROTATED = 0.25  # rotated fraction of a head's channels, as in Pythia
 Change = Callable[[Tensor], Tensor]
 Outputs = Tensor | tuple[Tensor, ...]
 
@@ -323,10 +323,11 @@ def _import_fla(case: ConvCase) -> Callable[..., Any]:
     if not case.device.startswith("cuda"):
         raise Absent("runs on a GPU only")
     reasons = []
-    for module in ("convolution", "causal_conv1d"):  # its name in older versions, and in newer ones
+    # The module has another name in newer versions.
+    for module in ("convolution", "causal_conv1d"):
         try:
             return importlib.import_module(f"fla.modules.{module}").causal_conv1d
-        except Exception as error:  # a broken installation may raise anything
+        except Exception as error:  # A broken installation may raise anything.
             reasons.append(f"{type(error).__name__}: {error}".splitlines()[0])
     raise Absent(f"cannot be imported ({'; '.join(reasons)})")
 

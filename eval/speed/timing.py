@@ -31,8 +31,8 @@ from cat_lm.core.errors import UserError
 from cat_lm.ops.runtime.cpu import make_process_ready
 from cat_lm.pretrained.loading import choose_device
 
-WARM_UPS = 3  # calls before the first round; compiling and building end there
-_FLUSH_BYTES = 256 * 2**20  # several times the cache of any GPU so far
+WARM_UPS = 3  # number of calls before timing, which compile and build kernels
+_FLUSH_BYTES = 256 * 2**20  # several times as large as the cache of any GPU
 # Larger than any cache, so that a copy of it runs at the speed of memory.
 _LARGE_COPY_BYTES = {"cuda": 2**30, "cpu": 2**28}
 _OPENMP_VARIABLES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND")
@@ -66,7 +66,7 @@ def describe(device: torch.device) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(device)
     try:
         clock = torch.cuda.clock_rate(device)
-    except (ImportError, RuntimeError):  # without nvidia-ml-py, or where the driver refuses
+    except (ImportError, RuntimeError):  # nvidia-ml-py is missing, or the driver refuses.
         clock = None
     return {
         **found,

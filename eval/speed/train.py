@@ -249,7 +249,7 @@ def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
     gc.collect()
     if case.on_gpu:
         torch.cuda.empty_cache()
-        method = "spawn"  # no fork survives a driver
+        method = "spawn"  # CUDA does not work in forked processes.
     else:
         method = "forkserver"
         multiprocessing.set_forkserver_preload([*_PRELOADED, *_DEEPSPEED * case.optimizer])
@@ -261,14 +261,15 @@ def _peak_memories(case: TrainCase, names: Sequence[str]) -> dict[str, int]:
 
 def peak_memory(case: TrainCase, name: str) -> int:
     """Return the bytes that two steps need beyond the weights; run in a process of its own."""
-    gc.freeze()  # what was imported: DeepSpeed collects a dozen times, which would copy its pages
+    # Exclude imported objects, since DeepSpeed's garbage collections would copy their pages.
+    gc.freeze()
     model = build(case.size, name, case.context_length).train()
     gc.collect()
     if case.on_gpu:
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # Reset the peak memory.
         before = _resident_bytes("VmRSS")
     with _ranks_for(case) as ranks:
         step = training_step(case, name, model, ranks)

@@ -15,7 +15,7 @@ ENTRY = language_study(
             *((_CAT, model) for model in (_V, _QK, _KV, _QV)),
         ),
         documents=180,
-        factors=(1, 2, 4),  # the library and SlimPajama's sample have 180 documents that long
+        factors=(1, 2, 4),  # The library and SlimPajama's sample have 180 documents of this length.
         interactions=by_position((_V, _PLAIN), (_QK, _PLAIN)),
         beyond=(NONE,),
     ),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CONFIG = ROOT / "configs/quickstart.yaml"
-POSITIONS, WAYS = ("none", "rope"), ("dense", "guided")  # the latter of train.landmark_loss
+POSITIONS, WAYS = ("none", "rope"), ("dense", "guided")  # WAYS are values of train.landmark_loss.
 # Recipe -> changes of the configuration.
 RECIPES = {
     "cpu": (),
@@ -44,8 +44,8 @@ RECIPES = {
         *("train.global_batch_size=2", "train.micro_batch_size=2", "validation.max_tokens=64"),
     ),
 }
-TRAINED = "as trained"  # the row of validation losses
-RATE = 2e-3  # the quickstart's
+TRAINED = "as trained"  # name of the row of validation losses
+RATE = 2e-3  # learning rate of the quickstart
 MODELS = tuple(f"{position}-{way}" for position in POSITIONS for way in WAYS)
 NAMES = {"none": "no positions", "rope": "RoPE"}
 # Compared at every number of blocks; of trainings, the ways.
@@ -165,7 +165,7 @@ def measured_values(run: Run, record: Record) -> dict[int, dict[str, Any]]:
     for row in record["rows"]:
         if row["select"] == run.line:
             measured = {"value": row["loss"] - dense, "loss": row["loss"], "share": row["share"]}
-            if row["over_dense_error"] is not None:  # of a perplexity's ratio
+            if row["over_dense_error"] is not None:  # The error is that of a ratio of perplexities.
                 measured["error"] = row["over_dense_error"] / (1 + row["over_dense"])
             found[row["top_k"]] = measured
     return found

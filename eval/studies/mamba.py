@@ -21,7 +21,7 @@ from eval.lab.study import Control, Rows, Study, StudyOptions
 from eval.recall.cell import Cell
 
 FOUND = 0.9  # accuracy above which a run counts as having found its task
-DROPOUTS = (0.0, 0.1)  # of the embeddings: Zoology's MambaBlock, and its TransformerBlock
+DROPOUTS = (0.0, 0.1)  # dropout of the embeddings in Zoology's MambaBlock and TransformerBlock
 STARTS = ("own", "zoology")
 POSITIVE = "attention"
 

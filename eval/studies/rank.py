@@ -16,7 +16,7 @@ ENTRY = language_study(
             ("mta_kernel_nope", "cat_qk_r4_nope"),
         ),
         documents=50,
-        factors=(0.5, 1, 2, 4),  # rows of multi-token attention have at most 512 tokens
+        factors=(0.5, 1, 2, 4),  # Multi-token attention supports at most 512 tokens.
         methods=PAPER,
     ),
     notes="Without positions alone a kernel of rank R is what R filters of q and k do: with rotary "

@@ -29,7 +29,7 @@ from eval.lab.study import Study, StudyOptions, choose
 from eval.recall.cell import Cell
 from eval.recall.language import LanguageCell, check_documents
 
-WINDOW, SHORT = 4, 2  # of DeltaNet and its kin, and what the post says suffices
+WINDOW, SHORT = 4, 2  # windows of DeltaNet and related models, and the shorter one of the post
 CONV_TYPES = ("head", "depthwise")
 # As wide values as keys in all of them, so that K = V is possible.
 MIXERS = {

@@ -204,7 +204,7 @@ class Scorer(HFLM):
     def _batch_size_for_cpu(self) -> int:
         """Return the rows whose logits (three copies in fp32) take a quarter of free memory."""
         row_bytes = 3 * 4 * self.max_length * self.model.config.vocab_size
-        free = free_bytes(self.device) or 0  # where that is not known, a single row
+        free = free_bytes(self.device) or 0  # With unknown memory, use a single row.
         return max(1, min(_LARGEST_CPU_BATCH, free // 4 // row_bytes))
 
 

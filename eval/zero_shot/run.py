@@ -67,7 +67,7 @@ if TYPE_CHECKING:
 
     from eval.zero_shot.tasks.sources import Source
 
-SEED = 1234  # of few-shot examples and samplers, as the harness's own commands set it
+SEED = 1234  # seed of few-shot examples and samplers, as in the harness's commands
 # Keys of a definition that say where its rows are.
 _OF_DATA = {"metadata", "tag", "dataset_path", "dataset_name", "dataset_kwargs", "custom_dataset"}
 _OF_DATA |= {"training_split", "validation_split", "test_split", "fewshot_split"}
@@ -238,7 +238,8 @@ def score(
         "left_out": {"by_limit": rows - scored, "by_definition": there - rows},
         "requests": requests,
         "truncated": truncated,
-        "batch_size": scorer.batch_sizes.get(0, scorer.batch_size),  # found, where it is "auto"
+        # The size that was found for "auto".
+        "batch_size": scorer.batch_sizes.get(0, scorer.batch_size),
         "seconds": round(seconds, 3),
         "tokens_per_second": round(positions / seconds, 1),
     }
@@ -272,7 +273,7 @@ def _values(found: Mapping[str, Any], name: str) -> dict[str, Any]:
             continue
         base = metric.removesuffix("_stderr")
         label = base if filter_ == "none" else key.replace("_stderr,", ",")
-        known = not isinstance(value, str)  # the harness's "N/A"
+        known = not isinstance(value, str)  # The harness returns "N/A" for unknown errors.
         (stderr if metric != base else metrics)[label] = (
             replace_nonfinite(float(value)) if known else None
         )
@@ -332,7 +333,7 @@ def _source_of(value: Any) -> Any:
         return str(value)
     try:
         return inspect.getsource(value)
-    except (TypeError, OSError):  # an object that is called, or one of Python's own
+    except (TypeError, OSError):  # It is a callable object or a built-in, without source.
         kind = value if hasattr(value, "__qualname__") else type(value)
         return f"{kind.__module__}.{kind.__qualname__}"
 

@@ -142,7 +142,7 @@ class Mixer:
             UserError: options that do not fit the width, or a module that does not say what it must
                 of its parameters; of a mixer that is not ours, one that reads later tokens.
         """
-        from cat_lm.core.parameters import check_parameters  # imports torch
+        from cat_lm.core.parameters import check_parameters  # This import loads torch.
 
         self.check(setting)
         try:
@@ -155,7 +155,7 @@ class Mixer:
         return module
 
     def _check_causal(self, setting: Setting) -> None:
-        from cat_lm.core import causality  # imports torch
+        from cat_lm.core import causality  # This import loads torch.
         from cat_lm.core.parameters import apply_initial_values
         from cat_lm.model.context import Context
 

@@ -320,7 +320,7 @@ def build(kind: type[Entry], config: Any) -> Any:
         UserError: it builds no module, or one that does not say of its parameters how they start
             and which take no weight decay.
     """
-    from cat_lm.core.parameters import check_parameters  # imports torch
+    from cat_lm.core.parameters import check_parameters  # This import loads torch.
 
     entry = _chosen(kind, config)
     if entry is None:

@@ -40,7 +40,7 @@ def describe_backend(
     if (streams := config.embedding_streams) and not lines:
         what = f"{config.conv_type} convolution of {', '.join(streams)}"
         parts.append((config.conv_type, what, window, config.stream_heads(streams[0]), width))
-    if config.mixes_maps:  # values whose attention maps are mixed are convolved head by head
+    if config.mixes_maps:  # Values with mixed attention maps are convolved head by head.
         what = "head convolution of v for the mixing of attention maps"
         parts.append(("head", what, window, config.stream_heads("v"), width))
     value = attention.value_transform(config)

@@ -91,7 +91,8 @@ class PreTrainedMixin(InitialValuesMixin):
             bound = 1 / math.sqrt(self.config.canon_window)
             init.uniform_(module.canon_filter, -bound, bound)
         else:
-            super()._init_weights(module)  # norms, and the buffers of the rotary embedding
+            # It initializes norms and the buffers of the rotary embedding.
+            super()._init_weights(module)
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *args: Any, **kwargs: Any

@@ -43,9 +43,9 @@ class RecurrentPreTrainedModel(InitialValuesMixin, PreTrainedModel):
 
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _is_stateful = True  # no drafted token can be taken back
+    _is_stateful = True  # Drafted tokens cannot be removed from a recurrent state.
     _input_embed_layer = "embeddings"
-    _no_split_modules = ("Block",)  # of those that a model has, or accelerate finds none
+    _no_split_modules = ("Block",)  # accelerate fails if a model has none of the listed classes.
     _can_record_outputs = {"hidden_states": Block}  # noqa: RUF012
 
     @torch.no_grad()

@@ -31,8 +31,8 @@ from cat_lm.ops.long_filter.api import continued, long_conv
 if TYPE_CHECKING:
     from cat_lm.model.attention.settings import AttentionSettings
 
-RANK_START = 2.0**-6  # exact in half precision too
-_EPSILON = 1e-6  # of the mean square
+RANK_START = 2.0**-6  # a power of two, which is exact in half precision
+_EPSILON = 1e-6  # added to the mean square
 
 
 # A norm of queries or keys x [B, T, heads, D] of a stream, of all heads or those of a group's rank.

@@ -218,7 +218,7 @@ class StreamPipeline(NothingDecays):
             # A copy, because an engine may take the parameter away after this forward.
             return query, key, value, filters.clone()
         documents, positions = context.documents, context.document_positions
-        groups = filters.shape[1] // value.shape[2]  # heads of queries that share values
+        groups = filters.shape[1] // value.shape[2]  # the number of query heads that share values
         read = value if groups == 1 else value.repeat_interleave(groups, dim=2)
         mixed = mix_values(read, filters, documents, context.conv_backend, positions)
         return query, key, value, mixed

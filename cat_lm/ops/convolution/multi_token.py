@@ -24,7 +24,7 @@ from cat_lm.ops.convolution.maps import close_gaps, reopen_gaps
 from cat_lm.ops.convolution.multi_token_options import mixings
 from cat_lm.ops.runtime.fake import is_fake
 
-_BLOCK = 32  # columns of which all products are made for a kernel's gradient
+_BLOCK = 32  # columns whose products are computed together for a kernel's gradient
 
 
 def identity_start(
@@ -134,7 +134,8 @@ class _Convolution(torch.autograd.Function):
 
 def _correlate(maps: Tensor, kernel: Tensor) -> Tensor:
     half = kernel.shape[2] // 2
-    maps = F.pad(maps, (half, half)).contiguous()  # oneDNN is slow in fp32 if it is to pad
+    # Pad here, because oneDNN's padding is slow in fp32.
+    maps = F.pad(maps, (half, half)).contiguous()
     return F.conv2d(maps, kernel[:, None], groups=kernel.shape[0])
 
 

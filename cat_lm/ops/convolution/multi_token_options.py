@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-LONGEST = 512  # keys of a row: maps of every head are held several times
+LONGEST = 512  # the longest row, since several copies of all heads' maps are kept
 DEFAULTS = {"query_window": 6, "key_window": 11, "head_mixing": "after"}
-HEAD_MIXINGS = ("none", "before", "after", "both")  # around the softmax
+HEAD_MIXINGS = ("none", "before", "after", "both")  # where heads are mixed, relative to the softmax
 
 
 def option_problems(query_window: Any, key_window: Any, head_mixing: Any) -> list[str]:

@@ -45,7 +45,7 @@ def choose_backend(
         implementation: `attn_implementation`: eager or sdpa.
         has_triton: whether the Triton kernel serves, see `cat_lm.ops.landmark.segments.why_not`.
     """
-    if implementation == "eager" or dropout > 0:  # the others drop no weights
+    if implementation == "eager" or dropout > 0:  # Other implementations have no dropout.
         return "reference"
     if queries <= FEW_QUERIES and queries < keys:
         return "gather"

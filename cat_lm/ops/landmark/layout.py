@@ -52,7 +52,7 @@ class BlockLayout:
 
         What stands for a block that a row has not is any token's.
         """
-        if self.documents is None and self.padding is None:  # they lie one after another
+        if self.documents is None and self.padding is None:  # Blocks are contiguous then.
             count = self.numbers.shape[1]
             return x[:, :, : count * self.block].unflatten(2, (count, self.block))
         is_there = (self.numbers >= 0)[:, :, None]

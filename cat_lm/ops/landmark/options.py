@@ -16,7 +16,7 @@ CALIBRATE = "calibrate"
 # The ways that add a loss for the landmarks, and those whose forward attends to all keys.
 TAUGHT = ("guided", CALIBRATE)
 DENSE = ("dense", *TAUGHT)
-USUAL_ROWS = 64  # queries of a sequence on which landmarks are taught
+USUAL_ROWS = 64  # queries per sequence that landmarks are trained on
 
 
 def value_problems(

@@ -145,7 +145,7 @@ def state_after(
 
     For rows that end in padding, whose state must not decay further.
     """
-    with without_autocast(x):  # whose products would round the state
+    with without_autocast(x):  # Autocast products would round the state.
         steps = torch.arange(x.shape[1], device=x.device)
         lags = lengths[:, None] - 1 - steps  # [B, T]
         cosines, sines = chunks.decay_factors(modes, lags.clamp(min=0).flatten())

@@ -153,7 +153,7 @@ def backward(
     taps, read, write, carry = document_factors(positions, length, dtype)
     transposed = [None if border is None else border.mT for border in (taps, read, write)]
     read_back = _apply(chunk.read.mT, transposed[1], grads)
-    flows = torch.empty_like(kept)  # of the states after every chunk
+    flows = torch.empty_like(kept)  # gradients of the states after every chunk
     flow = dlast.to(dtype)
     for number in reversed(range(inputs.shape[1])):
         flows[:, number] = flow

@@ -23,9 +23,9 @@ from cat_lm.ops.runtime.triton_launch import (
     unit_stride,
 )
 
-COLUMNS = 32  # channels of a head that a program has at most: more do not fit its registers
-MOST_STATE = 64  # numbers of state; more do not fit beside the taps
-_LEAST = 16  # of every side of a matrix product
+COLUMNS = 32  # the most channels of a head per program, limited by registers
+MOST_STATE = 64  # the largest state size that fits into registers together with the taps
+_LEAST = 16  # the smallest side of a matrix product
 # Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.
 VARYING = ("time", "length")
 
@@ -158,7 +158,8 @@ def backward_kernel(
     step, number = tl.arange(0, SIDES.block), tl.arange(0, SIDES.state)
     taps, read, write, carry = _load_matrices(matrices, head, length, state, SIDES)
     ends_at = (row * heads + head) * state * width
-    flow = _load(dlast_ptr + ends_at, state, width, number, column)  # of the state after a chunk
+    # The gradient of the state after a chunk.
+    flow = _load(dlast_ptr + ends_at, state, width, number, column)
     dtaps, dread = tl.zeros_like(taps), tl.zeros_like(read)
     dwrite, dcarry = tl.zeros_like(write), tl.zeros_like(carry)
     chunks = tl.cdiv(time, length)

@@ -61,7 +61,7 @@ def cross_entropy_kernel(
         score = tl.load(logits_ptr + label, mask=known, other=0.0).to(tl.float32)
         tl.store(losses_ptr + row, log_sum - score)
         if WANTS_GRADIENT:
-            tl.debug_barrier()  # every thread has read the label's logit
+            tl.debug_barrier()  # Wait until every thread has read the label's logit.
             for first in range(0, vocabulary, BLOCK):
                 inside = first + columns < stride
                 logits = tl.load(logits_ptr + first + columns, mask=inside, other=0.0)

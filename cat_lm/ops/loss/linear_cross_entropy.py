@@ -22,7 +22,7 @@ CHUNK_ELEMENTS = 16 * 1024 * 1024
 # written, for each.
 KERNEL_CHUNK_BYTES = 512 * 1024 * 1024
 MOST_KERNEL_CHUNKS = 8
-_ROWS_OF_A_TILE = 128  # of a matrix product: a chunk has whole ones
+_ROWS_OF_A_TILE = 128  # rows per tile of a matrix product; a chunk has whole tiles
 
 # Takes logits [N, V], labels [N], losses [N] to be filled, and whether the gradient is wanted.
 Kernel = Callable[[Tensor, Tensor, Tensor, bool], None]
@@ -167,7 +167,7 @@ def _setup_context(ctx, inputs, output):
     hidden, weight = inputs[:2]
     ctx.save_for_backward(*output[1:])
     ctx.dtypes = hidden.dtype, weight.dtype
-    ctx.set_materialize_grads(False)  # zeros for the outputs that are gradients would be large
+    ctx.set_materialize_grads(False)  # Zeros for the outputs that are gradients would be large.
 
 
 def _backward(ctx, d_total, *_):

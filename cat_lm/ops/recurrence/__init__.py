@@ -3,8 +3,8 @@
 Imports no torch.
 """
 
-CHUNK = 64  # steps that the delta rule solves at once
-EVERY = 16  # steps between the states that the scan keeps
+CHUNK = 64  # number of steps that the delta rule solves together
+EVERY = 16  # number of steps between stored states of the scan
 
 # The rank of the gates of GLA's keys.
 GLA_LOW_RANK = 16

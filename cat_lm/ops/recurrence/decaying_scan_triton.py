@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cat_lm.ops.runtime.triton_launch import cdiv, next_power_of_2, on_device_of
 
-COLUMNS = 32  # of a state that a program has at most
+COLUMNS = 32  # the most columns of a state per program
 _NUMBERS = 512  # of a state that a warp has: 16 registers a thread for each array of them
 # Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.
 VARYING = ("rows", "model_rows", "time")

@@ -85,7 +85,7 @@ def delta_rule(
         state = initial_state.to(widest)
     if document_ids is not None:
         check_document_ids(document_ids, *given[0].shape[:2])
-    starts_empty = initial_state is None and q.shape[2] == 1  # no state is ever read
+    starts_empty = initial_state is None and q.shape[2] == 1  # A single step reads no state.
     with without_autocast(q):
         within, before = _chunk_decays(q, log_decay, document_ids if time else None)
         y, state = _solve_chunks(q, k, v, beta, within, before, state, starts_empty)
@@ -114,7 +114,7 @@ def _check(
 def _split_chunks(x: Tensor, chunk: int) -> Tensor:
     """Split [B, T, H, D] into [B, H, N, C, D]; zeros at the end leave the state unchanged."""
     x = F.pad(x.transpose(1, 2), (0, 0, 0, -x.shape[1] % chunk))
-    x = x.contiguous()  # once, else every product copies it for itself, and keeps the copy
+    x = x.contiguous()  # Copy it once; otherwise every product makes and keeps a copy.
     return x.unflatten(2, (x.shape[2] // chunk, chunk))
 
 
@@ -139,7 +139,8 @@ def _chunk_decays(
         runs = document_runs(document_ids)
         runs = F.pad(runs[:, None], (0, number * chunk - runs.shape[1]), mode="replicate")
         runs = runs.view(-1, 1, number, chunk, 1)
-        last = F.pad(runs[:, :, :-1, -1:], (0, 0, 0, 0, 1, 0))  # of the chunk before, at first 0
+        # The last values of the previous chunk; 0 for the first one.
+        last = F.pad(runs[:, :, :-1, -1:], (0, 0, 0, 0, 1, 0))
         together, goes_on = together & (runs == runs.mT), (runs == last).to(like.dtype)
     if log_decay is None:
         return together.to(like.dtype), goes_on
@@ -147,7 +148,7 @@ def _chunk_decays(
     log_decay = log_decay.clamp(min=_TOTAL[log_decay.dtype])
     if goes_on is None:
         before = log_decay.cumsum(dim=3)
-    else:  # sums of a document's own decays, so that not even rounding comes from another's
+    else:  # Sum decays per document, so that other documents do not affect rounding.
         own = together.to(like.dtype).squeeze(1) @ log_decay.squeeze(-1).permute(0, 2, 3, 1)
         before = own.permute(0, 3, 1, 2)[..., None]
     within = (before - before.mT).masked_fill(~together, -torch.inf).exp()

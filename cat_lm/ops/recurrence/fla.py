@@ -60,7 +60,8 @@ def _run(
     shape = document_ids.shape
     starts = document_starts(document_ids)
     (borders,) = starts.flatten().nonzero(as_tuple=True)
-    first = starts.sum(dim=1).cumsum(dim=0) - starts.sum(dim=1)  # the document that begins a row
+    # The number of the document that begins each row.
+    first = starts.sum(dim=1).cumsum(dim=0) - starts.sum(dim=1)
     if initial_state is not None:
         states = initial_state.new_zeros(len(borders), *initial_state.shape[1:])
         how["initial_state"] = states.index_copy(0, first, initial_state)

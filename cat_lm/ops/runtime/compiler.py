@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 COMPILERS = ("g++", "clang++", "c++")
-SECONDS = 120  # a compiler that takes longer counts as failing
+SECONDS = 120  # seconds after which a compiler counts as failing
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -84,7 +84,7 @@ def _load(sources: Sources) -> Library:
     try:
         path = cache_folder() / name
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with contextlib.suppress(OSError):  # absent, damaged on disk or not this user's
+        with contextlib.suppress(OSError):  # It may be missing, damaged or another user's.
             _check_own(path.parent)
             _check_own(path)
             return Library(ctypes.CDLL(str(path)), f"{path} was built before")
@@ -135,7 +135,7 @@ def build(sources: Sources, compiler: str, flags: tuple[str, ...], path: Path) -
             detail = (lines or done.stderr.splitlines() or ["no message"])[0]
             raise BuildError(f"{compiler} could not build the kernel: {detail}")
         with contextlib.suppress(OSError):  # `_check_own` looks at what has become of it
-            made.chmod(0o700)  # whatever the umask
+            made.chmod(0o700)  # The umask must not change this.
         made.replace(path)
 
 

@@ -97,7 +97,7 @@ class Kernel:
         """
         numbers["threads"] = 1 if work < self.small else torch.get_num_threads()
         call, handle = self.struct(**numbers), self.library().handle
-        held = []  # copies must outlive the call
+        held = []  # Keep copies alive during the call.
         for name, x in tensors.items():
             if x is None:
                 continue

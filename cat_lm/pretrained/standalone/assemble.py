@@ -94,7 +94,7 @@ def _bound_by(statement: ast.stmt) -> Iterator[str]:
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         yield statement.name
     elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-        filled = statement.value.func  # as in TABLE.add(…)
+        filled = statement.value.func  # An example is TABLE.add(…).
         while isinstance(filled, ast.Attribute):
             filled = filled.value
         if isinstance(filled, ast.Name):
@@ -113,7 +113,7 @@ class Reference:
     target: Name
     node: ast.expr
     hidden_by: frozenset[str]  # names that the functions around it bind themselves
-    is_annotation: bool  # then it is text at run time
+    is_annotation: bool  # True for an annotation, which is text at run time
     is_late: bool  # whether it is looked up when a function runs, not when the module is loaded
 
 
@@ -170,7 +170,7 @@ class Assembly:
         # A package that loads its names when they are asked for imports them for type checkers.
         source = module.imports.get(name.name) or module.type_imports.get(name.name)
         if source is None or source == name:
-            return Name(f"{name.module}.{name.name}")  # a module of a package
+            return Name(f"{name.module}.{name.name}")  # It is a module of a package.
         return self._resolved(source)
 
     def text(self, calls: Iterable[tuple[Name, Name]] = ()) -> str:

@@ -49,7 +49,7 @@ class Facts:
 
     rank: int
     config: dict[str, Any]
-    versions: dict[str, str]  # of everything that must be equal on all ranks
+    versions: dict[str, str]  # versions of everything that must be equal on all ranks
     on_gpu: bool
     free_memory: int  # free bytes of the device; on a CPU, the ranks of the host share them
     gpu_memory: int  # total bytes of the GPU; 0 on a CPU
@@ -57,7 +57,7 @@ class Facts:
     data: OpenedData | None = None
     free_disk: int | None = None  # bytes in the run's folder
     checkpoints: int = 0  # complete ones in the folder, at most checkpoint.keep_last; rank 0 only
-    problems: list[Problem] = field(default_factory=list)  # of data, folder and kernels
+    problems: list[Problem] = field(default_factory=list)  # problems of data, folder and kernels
 
 
 @dataclass(frozen=True)

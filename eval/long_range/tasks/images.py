@@ -224,7 +224,7 @@ class Cifar10(Images):
         found: dict[str, list[np.ndarray]] = {"train": [], "test": []}
         for kind, path in paths.items():
             data = _CIFAR.read(path)
-            size = 1 + 3 * self.length  # a label, then red, green and blue
+            size = 1 + 3 * self.length  # A row has a label, then red, green and blue values.
             if not data or len(data) % size:
                 what = f"{len(data):,} bytes, must be images of {size:,} bytes each"
                 _CIFAR.refuse(path, f"is truncated or another file: {what}")

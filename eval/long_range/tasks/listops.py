@@ -96,7 +96,7 @@ class ListOps(GeneratedTask, StoredTask):
 
     @property
     def length(self) -> int:
-        return self.max_length  # fewer tokens than that, and <eos>
+        return self.max_length  # A row has fewer tokens, and <eos>.
 
     @property
     def reads_files(self) -> bool:

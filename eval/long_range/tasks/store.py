@@ -26,7 +26,7 @@ from eval.long_range.tasks.sources import Source
 # Of each split a byte for each id of a row less one (0 is padding's), of several towers one after
 # the other, and labels, which are read after all rows; and what an origin says of them.
 Made = tuple[Mapping[str, tuple[Iterable[bytes], Iterable[int]]], dict[str, Any]]
-HELD_OUT = 0.1  # of the training rows, for validation
+HELD_OUT = 0.1  # fraction of the training rows for validation
 _RECORD = "record.json"
 
 

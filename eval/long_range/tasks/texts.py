@@ -25,8 +25,8 @@ from eval.long_range.tasks.sources import LRA, Source
 from eval.long_range.tasks.store import Made, StoredTask, held_out
 
 _UNKNOWN, _END, _FIRST = 1, 2, 3  # ids of characters; 0 is padding
-_CHARACTERS = 256  # ids, whatever the data
-LEAST = 15  # times that S4 wants to see a character in IMDB's training texts
+_CHARACTERS = 256  # number of ids, for any data
+LEAST = 15  # minimum count of a character in IMDB's training texts, as in S4
 _IMDB = Source(
     "imdb",
     ("aclImdb", "imdb/aclImdb", ""),
@@ -79,7 +79,7 @@ class TextTask(StoredTask):
 
     @property
     def vocabulary(self) -> int:
-        return _CHARACTERS if self.level == "characters" else 257  # with padding
+        return _CHARACTERS if self.level == "characters" else 257  # 257 includes padding.
 
     def encoder(self, texts: Iterable[str], least: int = 1) -> tuple[Encode, dict[str, str]]:
         """Return what encodes a text, a byte for each id less one, and what an origin says of it.

@@ -18,8 +18,8 @@ from cat_lm.core.errors import UserError
 from eval.lab import tasks
 
 SPLITS = ("train", "test", "validation")
-_ROWS = 2048  # rows made at once, so that memory stays small
-_ROUNDS = 400  # draws in a row that bring nothing new before a task counts as exhausted
+_ROWS = 2048  # number of rows that are generated at once, to save memory
+_ROUNDS = 400  # consecutive draws without a new row after which a task counts as exhausted
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def distinct_ngrams(
     """
     total = tokens**ngram
     require(count <= total, f"{count} distinct {ngram}-grams of {tokens} tokens: there are {total}")
-    if total <= 4 * count:  # too many repeats to draw again
+    if total <= 4 * count:  # Too many draws would be repeats.
         order = rng.random((rows, total)).argsort(axis=1, kind="stable")[:, :count]
         return np.stack([order // tokens**i % tokens for i in range(ngram)], axis=2)
     drawn, todo = rng.integers(0, tokens, (rows, count, ngram)), np.arange(rows)

@@ -82,7 +82,8 @@ class SelectiveCopying(Task):
         else:
             signal = rng.integers(0, self.signals, (count, m)) + self.noises
         positions = np.sort(draw_distinct(rng, count, m, 0, body), axis=1)
-        inputs = np.full((count, self.seq_len), self.vocabulary - 1, dtype=np.int64)  # all ⊥
+        # All inputs begin as ⊥.
+        inputs = np.full((count, self.seq_len), self.vocabulary - 1, dtype=np.int64)
         inputs[:, :body] = rng.integers(0, self.noises, (count, body))
         np.put_along_axis(inputs[:, :body], positions, signal, axis=1)
         if self.mode == "autoregressive":

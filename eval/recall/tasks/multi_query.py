@@ -209,7 +209,7 @@ class MultiQueryRecall(Task):
     def rows(self, rng: np.random.Generator, count: int) -> tuple[np.ndarray, np.ndarray]:
         k, n = self.num_keys, self.ngram
         width = n + 1
-        keys = self._keys(rng, count)  # the last of them are asked without standing in the context
+        keys = self._keys(rng, count)  # The last keys are asked for, but are not in the context.
         half = self.vocab_size // 2
         values = draw_distinct(rng, count, k, half, self.vocab_size)
         inputs = np.zeros((count, self.seq_len), dtype=np.int64)

@@ -19,7 +19,7 @@ from cat_lm.mixers.parts.base import check_choice, check_counts
 from eval.recall.tasks.base import Examples, Task, distinct_ngrams, draw_distinct, require
 
 LAYOUTS = ("pairs", "free")
-_ROUNDS = 1000  # draws of the rows that have accidental copies
+_ROUNDS = 1000  # the most redraws of rows with accidental copies
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class SingleQueryRecall(Task):
     def chance(self) -> float:
         if self.layout == "pairs":
             return 1 / (self.vocab_size - self.vocab_size // 2)
-        if self.ngram > 1:  # in rows of a few N tokens more: see the module's docstring
+        if self.ngram > 1:  # Rows then have a few N-grams more, see the module's docstring.
             return 1 / (self.vocab_size - 1)
         # The copy stands right before the query in one row of T − 1: then the answer is the query,
         # and otherwise any other token.

@@ -227,7 +227,7 @@ def hardest(construction: Construction, length: int, seed: int) -> tuple[Tensor,
         tokens[:k], tokens[copy : copy + n], tokens[-n:] = window, gram, gram
         answer = tokens[copy + n]
         far = (table - table[answer]).norm(dim=1)
-        far[gram[-1]] = 0  # or window and token could be the query
+        far[gram[-1]] = 0  # Otherwise window and token could be the query.
         tokens[k] = far.argmax()
         if copies(tokens[None].numpy(), n) == 2:
             return tokens, answer
@@ -275,7 +275,7 @@ def _recalls(recipe: Recipe, rows: int, seeds: range) -> Verdict:
     shares: dict[int, list[float]] = {}
     for size, ngram, length, seed in _cases(seeds):
         found = measure(recipe, size, ngram, length, rows, seed)
-        if found.elsewhere > 0 or not found.distance <= found.bound:  # of NaN, too
+        if found.elsewhere > 0 or not found.distance <= found.bound:  # NaN fails, too.
             where = f"N = {ngram}, L = {length}, d = {size.width}"
             distance = f"‖f(X) − y‖ up to {found.distance:.2g}, ε/2 = {found.bound:.2g}"
             return Verdict(f"{100 * found.elsewhere:.1f}% wrong, {distance} at {where}", False)

@@ -66,7 +66,8 @@ class CopyLayer:
             scores += self.beta * signal * (signal[:, ends] @ weights)[:, None]
             scores -= self.theta * place * (weights @ place[ends])
             read = np.einsum("rt,rtd->rd", softmax(SHARPNESS * scores, axis=1), base)
-            tokens = np.column_stack([tokens, read.argmax(axis=1)])  # the nearest one-hot
+            # Round to the nearest one-hot vector.
+            tokens = np.column_stack([tokens, read.argmax(axis=1)])
         return tokens[:, -count:]
 
 

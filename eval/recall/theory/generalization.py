@@ -45,9 +45,10 @@ NGRAM_PROBLEMS = (
 )
 NGRAM_LENGTHS = (24, 48, 96, 192, 384)
 CONDITION = 1 / 8  # R₀: the theorem speaks of models with ε₀ ≤ R₀/L
-LEAST_EXPONENT, LARGEST_EXPONENT = 0.8, 1.25  # of a bound of order L' ε₀: in ε, and in L'
-_DEPENDENT = 1e-9  # residuals below are rounding
-_SEEDS = 2**62  # that torch's generators and numpy's take, with room for what is added to them
+# Bounds of the fitted exponents in ε and L' of an error of order L' ε₀.
+LEAST_EXPONENT, LARGEST_EXPONENT = 0.8, 1.25
+_DEPENDENT = 1e-9  # Smaller residuals are rounding errors.
+_SEEDS = 2**62  # upper bound of seeds, so that sums are valid for torch and NumPy
 _NEEDS = (
     "Needs what the statement leaves out: X_v without norm; no query (a, …, a) after x₀ = a, whose "
     "zero-padded window may look like the query, which no layer can answer; scores of the padded "

@@ -31,9 +31,9 @@ LENGTH = 2**20
 BLOCKS = (8, 16, 32, 64, 128, 256, 512)
 RANKS = (4, 16, 64)
 NECESSARY = ((20, 0.1, 2.2), (20, 0.5, 2.2), (60, 0.1, 3.0), (60, 0.05, 4.0), (200, 0.1, 5.0))
-_CELLS = 2**22  # numbers drawn at once
+_CELLS = 2**22  # how many numbers are drawn at once
 
-Law = Callable[[Any, float], float]  # what was simulated, and t -> d/σ²
+Law = Callable[[Any, float], float]  # the simulated quantity, and the function t -> d/σ²
 
 
 def largest_normal(rng: np.random.Generator, count: float, trials: int) -> np.ndarray:
@@ -137,7 +137,8 @@ def exponential_thresholds(
     for start in range(0, trials, max(1, _CELLS // blocks)):
         count = min(max(1, _CELLS // blocks), trials - start)
         rows, target = np.arange(count), rng.integers(0, blocks, count)
-        back = rng.integers(0, block, count)  # tokens from the copy to its block's end
+        # Number of tokens from the copy to the end of its block.
+        back = rng.integers(0, block, count)
         noise = spread * rng.standard_normal((count, blocks))
         # The copy stands in place of one of its block's random tokens.
         left = 1 - decay ** (2 * back) / spread**2

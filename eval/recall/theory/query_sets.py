@@ -18,7 +18,7 @@ from eval.recall.theory.claims import Claim, Verdict
 from eval.recall.theory.landmark import set_thresholds, sufficient
 
 Support = Callable[[np.ndarray], np.ndarray]
-_ALLOWED = 3.0  # standard errors
+_ALLOWED = 3.0  # allowed difference in standard errors
 _DRAWS, _LEAST = 20_000, 40
 
 

@@ -29,7 +29,7 @@ from eval.recall.theory import (
 )
 from eval.recall.theory.claims import Claim, Simulations, describe, stands
 
-TRIALS = 100_000  # of the laws for a fixed query
+TRIALS = 100_000  # number of trials of the laws for a fixed query
 TRAINING_ROWS, TABLES = 200, 5
 
 

@@ -25,13 +25,15 @@ from scipy.special import softmax
 from eval.recall.theory.claims import Claim, Verdict
 
 LENGTHS = (8, 64, 256)
-RATES = (0.0, 1e-3, 1.0)  # α
+RATES = (0.0, 1e-3, 1.0)  # values of α
 WIDTH = 5  # P
 _LN_0 = -800.0  # e^−800 is 0 in double precision
 _EXACT = 1e-9  # largest error over the largest output
 
-Kernels = Callable[[int, np.random.Generator], np.ndarray]  # of L: [L]
-Layer = Callable[[np.ndarray, np.ndarray], np.ndarray]  # of a kernel and inputs, [L] each: [L]
+# Given L and a generator, returns a kernel [L].
+Kernels = Callable[[int, np.random.Generator], np.ndarray]
+# Given a kernel and inputs, [L] each, returns outputs [L].
+Layer = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Head:
         """The outputs [L] at the tokens; of a kernel that no weights give, by the nearest's."""
         sign, taps = nearest(kernel, self.width)
         at = {"first": [0], "last": [len(taps)], "none": []}[self.empty]
-        wanted = toeplitz(taps, np.zeros_like(taps))  # the exponentials of W
+        wanted = toeplitz(taps, np.zeros_like(taps))  # the matrix of the exponentials of W
         for place in at:
             left = np.append(taps[::-1].cumsum()[::-1], 0.0)  # Σ_{j≥i} k_j
             wanted = np.insert(wanted, place, left[1:], axis=1)
@@ -144,7 +146,7 @@ def error(layer: Layer, kernels: Kernels, rows: int, seed: int = 0) -> float:
         kernel, inputs = kernels(length, rng), rng.standard_normal(length)
         expected = np.convolve(kernel, inputs)[:length]
         off = np.abs(layer(kernel, inputs) - expected).max() / np.abs(expected).max()
-        worst = np.maximum(worst, off)  # stays NaN
+        worst = np.maximum(worst, off)  # NaN stays NaN.
     return float(worst)
 
 

@@ -25,13 +25,14 @@ from eval.recall.tasks.base import SPLITS
 from eval.recall.tasks.single_query import copies
 from eval.recall.theory.associative import convolve
 
-ERRORS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)  # the ε at which a layer in training is kept
+# Values of ε at which a copy of the layer is kept in training.
+ERRORS = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5)
 HALF_TRAINED = 0.5
 _ROUNDS, _ROUND_STEPS = 200, 5
 _PATIENCE = 25  # rounds after which a layer that is not half trained is given up
 _ATTEMPTS = 8
-_HELD_OUT = 10.0  # times its training error a layer may be wrong on other sequences
-_LARGEST_GAP = 700.0  # of scores, whose exponential is still a number
+_HELD_OUT = 10.0  # allowed ratio of the error on other sequences to the training error
+_LARGEST_GAP = 700.0  # largest difference of scores whose exponential is finite
 _ALL = 20_000  # sequences of two N-grams over which ε is taken
 
 

@@ -121,7 +121,7 @@ def _check_definitions(folder: Path) -> None:
     for path in sorted(folder.rglob("*.yaml")):
         try:
             load_yaml(path, resolve_func=False)
-        except Exception as error:  # of YAML, of the file system, of an `include` in it
+        except Exception as error:  # YAML, the file system or an `include` may raise.
             reason = " ".join(str(error).split())
             raise UserError(f"--include-path: {path}: is no definition: {reason}") from None
 

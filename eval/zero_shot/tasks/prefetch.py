@@ -66,7 +66,7 @@ def _fetch(
         try:
             with atomic_write(path) as file:
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-        except TypeError as error:  # pictures, dates
+        except TypeError as error:  # Pictures and dates are not valid in JSON.
             raise UserError(f"task {name}: its rows do not fit into jsonl: {error}") from None
         about = {"task": name, "split": split, "rows": len(rows), "sha256": sha256(path)}
         records[path.name] = hub.records[name] | about

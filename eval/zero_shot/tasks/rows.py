@@ -56,7 +56,7 @@ def _row_problem(task: ConfigurableTask, row: Mapping[str, Any]) -> str | None:
         choices = None if task.config.doc_to_choice is None else task.doc_to_choice(row)
         if choices is not None and isinstance(text := task.doc_to_text(row), int):
             gold = text  # The prompts differ, what follows them is the same.
-    except Exception as error:  # whatever a definition's templates and functions raise
+    except Exception as error:  # A definition's templates and functions may raise anything.
         reason = f"{type(error).__name__}: {first_line(error)}"
         return f"the harness's definition cannot read it ({reason})"
     if choices is None:

@@ -53,7 +53,7 @@ def sourced_task(source: Source) -> type[ConfigurableTask]:
                 # The harness hands the class over among the definition's keys.
                 super().__init__(config={key: v for key, v in config.items() if key != "class"})
             except Exception:
-                if self.task_docs is not None:  # it has tried the first row
+                if self.task_docs is not None:  # The harness has tried the first row.
                     check_answers(self, source, needed_splits(self.config), 1)
                 raise
 
@@ -146,7 +146,7 @@ class Hub:
             return config.custom_dataset(**(config.metadata or {}), **options)
         path, name = config.dataset_path, config.dataset_name
         options = {k: v for k, v in options.items() if k not in ("trust_remote_code", "revision")}
-        is_local = path in FILE_FORMATS or Path(path).exists()  # files of a custom definition
+        is_local = path in FILE_FORMATS or Path(path).exists()  # A custom definition has files.
         try:
             found = self._load(path, name, options, is_local)
         except Exception as error:
@@ -250,7 +250,7 @@ def _read(path: Path) -> tuple[Dataset, list[str]]:
             )
     try:
         return Dataset.from_list(rows), places
-    except Exception as error:  # arrow's own kinds, for columns that change their type
+    except Exception as error:  # arrow raises its own classes for columns that change their type.
         raise UserError(
             f"task data {path}: rows differ in their columns: {first_line(error)}"
         ) from error

@@ -78,7 +78,7 @@ class ModelSection(Section):
 
     def division_problems(self, parts: int, context_length: int) -> list[str]:
         """Return why `parts` ranks cannot share a sequence, for `train.sequence_parallel`."""
-        if self.divided_counts is None:  # its modules take no `cat_lm.model.sequence`
+        if self.divided_counts is None:  # Its modules do not support `cat_lm.model.sequence`.
             return [f"cannot divide the sequences of model.architecture={self.architecture}"]
         return division_problems(parts, context_length, self.divided_counts, self.windows)
 

@@ -110,7 +110,8 @@ class GlaSection(LinearSection):
 
     def shape_problems(self) -> list[str]:
         found = super().shape_problems()
-        if not self.use_short_conv and self.conv_size != 4:  # flash-linear-attention's default
+        # 4 is flash-linear-attention's default.
+        if not self.use_short_conv and self.conv_size != 4:
             found.append(f"conv_size={self.conv_size}: has no effect without use_short_conv")
         return found
 

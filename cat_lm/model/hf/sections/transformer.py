@@ -112,7 +112,7 @@ class TransformerSection(ModelSection):
     def division_problems(self, parts: int, context_length: int) -> list[str]:
         """Return the indivisible head counts, and the parts of a layer that need all heads."""
         windows = dict(self.windows)
-        if not kinds.mixes_heads(self.conv_type):  # whole sequences of own heads are convolved
+        if not kinds.mixes_heads(self.conv_type):  # A rank convolves whole sequences of its heads.
             windows.pop("conv_window", None)
         entries = attention.chosen_entries(self).values()
         return [

@@ -148,7 +148,7 @@ def backward_dot_stream(
     tiles_per_row = tl.cdiv(length, BLOCK)
     start = segment * tiles_per_program
     last = tl.minimum(start + tiles_per_program, batch_size * tiles_per_row)
-    if chunk < 0:  # of the rotated columns of values, which have none: leaves zeros
+    if chunk < 0:  # Values have no rotated columns: leave zeros.
         last = start
     for tile in range(start, last):
         batch = (tile // tiles_per_row).to(tl.int64)

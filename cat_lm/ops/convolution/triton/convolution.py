@@ -26,7 +26,7 @@ from cat_lm.ops.runtime.triton_launch import (
     unit_stride,
 )
 
-Streams = Sequence[Tensor | None]  # of one tensor, or of q, k and v
+Streams = Sequence[Tensor | None]  # one tensor, or those of q, k and v
 
 
 def _window_of(filters: Streams) -> int:

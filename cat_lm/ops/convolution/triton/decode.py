@@ -15,7 +15,7 @@ import triton.language as tl
 from cat_lm.ops.convolution.kinds import KERNEL_NUMBERS
 from cat_lm.ops.convolution.triton.tiles import rotary_partners
 
-MOST_LAGS = 32  # loaded at a time
+MOST_LAGS = 32  # the most lags that are loaded at a time
 _HEAD = tl.constexpr(KERNEL_NUMBERS["head"])
 _DEPTHWISE = tl.constexpr(KERNEL_NUMBERS["depthwise"])
 _MULTIHEAD = tl.constexpr(KERNEL_NUMBERS["multihead"])

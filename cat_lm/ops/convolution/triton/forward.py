@@ -66,7 +66,7 @@ def convolve_tile(
             if DOCUMENTS:
                 far = tl.where((halo - HALO)[None, :] >= earliest[:, None], far, 0.0)
                 outputs = add_separately(outputs, far, before)
-            else:  # four warps, and the unit's own sum takes fewer registers
+            else:  # With four warps, the unit's own sum needs fewer registers.
                 outputs = add_product(outputs, far, before)
     else:
         outputs = tl.zeros([BLOCK, columns.shape[0]], dtype=tl.float32)

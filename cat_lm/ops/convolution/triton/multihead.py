@@ -295,7 +295,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute dx, df and dbias as far as wanted."""
     dx, df, dbias = empty_gradients(x, filters, wanted)
-    if cos is not None:  # once, for three that read it
+    if cos is not None:  # Compute the rotation once, since three products read it.
         dy = rotate(dy, cos, sin, True)
     if wanted[0]:
         dx = _mix(dy, filters.transpose(1, 2), None, positions, reverse=True)

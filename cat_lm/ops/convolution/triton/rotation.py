@@ -22,7 +22,7 @@ from cat_lm.ops.runtime.triton_launch import (
     unit_stride,
 )
 
-ELEMENTS = 2048  # pairs of a program: 16 for each thread of 4 warps
+ELEMENTS = 2048  # pairs per program: 16 for each thread of 4 warps
 
 
 class RotationConstants(NamedTuple):
