@@ -228,7 +228,7 @@ def _check_optimizer(kind: OptimizerKind, options: Any) -> None:
 def _difference(
     found: dict[str, dict[str, Tensor]], wanted: dict[str, dict[str, Tensor]]
 ) -> str | None:
-    """Name a tensor that differs; None where all are equal."""
+    """Return the name of a tensor that differs, or None if all are equal."""
     places = ((name, key) for name, state in wanted.items() for key in state)
     unequal = (f"{k} of {n}" for n, k in places if not found[n][k].equal(wanted[n][k]))
     return next(unequal, None)

@@ -126,7 +126,7 @@ def _find_provenance(record: Any) -> dict[str, Any]:
 
 
 def _page(file: Path, made: dict[str, Any]) -> str:
-    """Return the page of a record that is of no study: its values are in its JSON."""
+    """Return the Markdown page of a record without a study, which links to its JSON."""
     picture = f"\n![{file.stem}]({file.stem}.png)\n" if file.with_suffix(".png").is_file() else ""
     command = f"\n`{made['command']}`\n" if made.get("command") else ""
     commit = f" at commit {_commit(made)}" if _commit(made) else ""

@@ -31,7 +31,7 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 
 @dataclass(frozen=True)
 class Sampling:
-    """Say what is sampled: continuations of `count` prompts; each field is an option."""
+    """The options of sampling: continuations of `count` prompts."""
 
     count: Annotated[int, Option("documents", numbers.SAMPLES)] = 4
     prompt_tokens: Annotated[int, Option("of a document's beginning", numbers.PROMPT_TOKENS)] = 48

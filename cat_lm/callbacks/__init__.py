@@ -34,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(frozen=True)
 class Run:
-    """Hold what a callback may know of its run.
+    """The run as a callback sees it.
 
     Attributes:
         config: the `RunConfig` of `cat_lm.config`, which itself imports this module.

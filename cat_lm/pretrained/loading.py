@@ -60,7 +60,7 @@ def model_folder(path: Path | str) -> Path:
 
 
 def model_label(folder: Path) -> str:
-    """Name a model by its folder, or by its run where that is RUN/model."""
+    """Return a model's label: the name of its folder, or of its run for RUN/model."""
     folder = folder.resolve()
     return folder.parent.name if folder.name == "model" else folder.name
 
@@ -77,7 +77,7 @@ def begin(*models: Path | str) -> None:
 
 
 def quiet_transformers() -> None:
-    """Keep transformers' notes and progress bars, and DeepSpeed's, out of a command's output.
+    """Suppress notes and progress bars of transformers and DeepSpeed.
 
     Saving a model imports DeepSpeed (accelerate looks whether the model is its engine), which warns
     without a GPU.
@@ -114,7 +114,7 @@ def choose_device(name: str = "auto") -> torch.device:
 
 
 class GenerationSettings(Record):
-    """Hold what is used of `generation_config.json` before transformers checks the rest."""
+    """The keys of `generation_config.json` that are read before transformers checks the others."""
 
     num_beams: int | None = Field(None, le=BEAMS.high)
     num_return_sequences: int | None = Field(None, le=BEAMS.high)
@@ -126,7 +126,7 @@ class GenerationSettings(Record):
 
 
 class WeightIndex(Record):
-    """Hold the file of each tensor, for weights in several files."""
+    """The schema of the index of weights in several files: tensor -> file."""
 
     weight_map: dict[str, str]
 

@@ -39,7 +39,7 @@ class ListedFile(Record):
 
 
 class ExportRecord(Versioned):
-    """Hold what is read of an export's record, beside what others may want to know."""
+    """The schema of the keys of export.json that are read."""
 
     program: Literal["cat_lm.export"]
     files: dict[InsideName, ListedFile] = Field(min_length=1)
@@ -63,7 +63,7 @@ def read_record(folder: Path) -> ExportRecord | None:
 
 
 def listing(folder: Path) -> list[str]:
-    """Name the files that an export wrote, its record last; none where it is no export."""
+    """Return the files that an export wrote, its record last; [] for other folders."""
     record = read_record(folder)
     return [] if record is None else [*record.files, RECORD]
 

@@ -25,7 +25,7 @@ _SILENT = ("None", "False", "()", argparse.SUPPRESS)  # defaults that the help d
 
 
 class Option(NamedTuple):
-    """What an option has beside its field's name, type and default.
+    """The properties of an option in addition to its field's name, type and default.
 
     Attributes:
         range, above: of a number, or of each in a list; `above` itself is not allowed.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 def align_columns(
     header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)
 ) -> str:
-    """Lay a table out in columns as wide as their widest cell.
+    """Return the lines of a table with aligned columns.
 
     Args:
         left: the columns that are flush left; the others are flush right.
@@ -27,7 +27,7 @@ def align_columns(
 def markdown_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()
 ) -> str:
-    """Lay a table out in Markdown.
+    """Return a table in Markdown.
 
     Args:
         right: the columns that are flush right.

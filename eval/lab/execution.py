@@ -31,7 +31,7 @@ _SHARE = 0.8  # The fraction of a GPU's free memory for stacks.
 
 @dataclass(frozen=True)
 class Execution:
-    """Hold the settings by which cells are executed.
+    """The settings for the execution of cells.
 
     Attributes:
         device: of torch.

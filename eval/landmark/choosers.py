@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Streams:
-    """What a layer's attention has for a choice.
+    """The inputs of a layer's attention from which a selector chooses blocks.
 
     Attributes:
         query: [B, H, T, D], key: [B, G, T, D], after convolution and rotation.

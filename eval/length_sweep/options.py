@@ -104,7 +104,7 @@ class Options:
 
     @property
     def reading(self) -> str:
-        """Return how documents are read: concatenated, per-document, or as `PAGES`."""
+        """Return the reading mode: concatenated, per-document, or `PAGES` for WikiText."""
         return PAGES if self.text == WIKITEXT else self.documents or "concatenated"
 
     def check(self) -> None:

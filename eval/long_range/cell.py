@@ -80,7 +80,7 @@ _ROWS = Option("so many of the task's", numbers.ROWS)
 
 
 class CellRecord(Versioned):
-    """Hold what every cell's record has."""
+    """The schema of the keys that every cell's record has."""
 
     cell: dict[str, Any]
     metric: str

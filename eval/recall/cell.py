@@ -29,7 +29,7 @@ _ROWS = Option(range=numbers.ROWS)
 
 
 class FilterRecord(Versioned):
-    """Hold what every cell's record has."""
+    """The schema of the keys that every cell's record has."""
 
     cell: dict[str, Any]
     filters: list[dict[str, Any]]
@@ -39,7 +39,7 @@ class FilterRecord(Versioned):
 
 
 class TaskRecord(FilterRecord):
-    """Hold what the record of a model that was trained on a task has."""
+    """The schema of the record of a model that was trained on a task."""
 
     accuracy: float
     validation: dict[str, Any]

@@ -141,9 +141,10 @@ def _heads_of(
             stream without one has delay 0.
 
     Returns:
-        `layer`; `head`, or its pair; `taps` and `delays` by stream; `single`: the least share that
-        a largest tap has of its filter's squares. For one layer that recalls by filters of heads
-        `key_is_one_more` too: whether the rule holds, none where a filter has no single tap.
+        For each head a dict of `layer`, `head` (or its pair), `taps` and `delays` by stream, and
+        `single`: the smallest fraction of a filter's sum of squares that is in its largest tap. For
+        a single layer that recalls by filters per head there is also `key_is_one_more`: whether
+        delay(k) = delay(q) + delay(v) + 1, None if a filter has no single tap.
     """
     mixes = kinds.mixes_heads(getattr(make_mixer(mixer).options, "conv_type", ""))
     recalls = TASKS.get(task.partition(":")[0]).options.recalls

@@ -406,7 +406,7 @@ def _positive(row: str, runs: Rows) -> Control:
 
 
 def _negative(row: str, rows: Rows) -> Control:
-    """Hold what mixes nothing against chance in each of its tests; return the test nearest to it"""
+    """Return the negative control: the test in which the control model is nearest to its bound."""
     found = []
     for run, record in rows:
         apart: dict[Any, str] = {}

@@ -172,7 +172,7 @@ class LanguageCell(FilterCell):
 
 
 class Trial(training.Trial):
-    """What trains and scores a language model.
+    """The training and scoring of a language model.
 
     `accuracy` is that of the next token, `loss` in nats a token; `validation` has the loss on the
     documents that choose a rate, if there are any.

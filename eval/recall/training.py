@@ -44,7 +44,7 @@ _VALIDATION_SEED = 20
 
 
 class Trial(training.Trial):
-    """What trains a cell.
+    """The training of a cell.
 
     Attributes:
         tests: name of a test -> its task; examples: name -> its rows; validation: rows.

@@ -126,7 +126,7 @@ def groups(ours: pd.DataFrame, theirs: pd.DataFrame) -> list[dict[str, Any]]:
 
 
 def markdown(ours: pd.DataFrame, theirs: pd.DataFrame, warning: str) -> str:
-    """Lay the table out in Markdown, with a word in every row on whose it is."""
+    """Return the table in Markdown; a column says whose results each row has."""
     head = ["model", "from", *(" ".join(HEADS[column]) for column in COLUMNS)]
     style = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
     lines = [

@@ -35,7 +35,7 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 1e-2}
 
 @dataclass(frozen=True)
 class ConvOptions:
-    """What to time: all combinations of shapes, dtypes, conv_types and windows."""
+    """The options of the benchmark, which times all combinations of their values."""
 
     shapes: Sequence[tuple[int, int, int, int]]  # B, T, H, D
     dtypes: Sequence[str]

@@ -171,7 +171,7 @@ class Work:
 
 
 class Contender:
-    """Hold a kernel with its inputs, filters and gradients in its own layout."""
+    """A kernel to be timed, with inputs, filters and gradients in its own layout."""
 
     def __init__(self, kernel: Kernel, work: Work) -> None:
         self.kernel, self.work = kernel, work

@@ -51,7 +51,7 @@ _DEEPSPEED = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 
 @dataclass(frozen=True)
 class TrainCase:
-    """What is timed: models of one size on `batch_size` x `context_length` tokens."""
+    """A benchmark case: models of one size on `batch_size` x `context_length` tokens."""
 
     size: ModelSize
     batch_size: int
@@ -188,7 +188,7 @@ def _ranks_for(case: TrainCase) -> Iterator[Ranks | None]:
 
 
 def _run_step(case: TrainCase, name: str, model: nn.Module, ranks: Ranks) -> Callable[[], None]:
-    """Put the model into a run's engine; the call is one optimizer step of one micro-batch.
+    """Return a function that runs one optimizer step of one micro-batch in a run's engine.
 
     Raises:
         UserError: from the call, where the engine skipped the step.

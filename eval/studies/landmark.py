@@ -63,14 +63,18 @@ SEEDS = {"smoke": 2, "cpu": 3}
 
 @dataclass(frozen=True)
 class Cell(language.Cell):
-    """Hold all that decides the results of a model with landmarks.
+    """Everything that determines the results of a model with landmarks.
 
     Attributes:
-        model: POSITION-WAY, of POSITIONS and WAYS; recipe: of RECIPES.
-        lengths: the one at which it is read; documents: windows of that length that are scored.
-        block: of its landmarks, and of the sweep; diagnosed: the sizes that are diagnosed.
-        top_k, select: of the sweep.
-        lessons: tokens that selectors learn from; 0: none learns.
+        model: POSITION-WAY, with values of POSITIONS and WAYS.
+        recipe: a key of RECIPES.
+        lengths: the length at which the model is scored.
+        documents: number of windows of this length.
+        block: block size of the landmarks and of the sweep.
+        diagnosed: block sizes for the diagnosis.
+        top_k: numbers of selected blocks in the sweep.
+        select: selectors in the sweep.
+        lessons: number of tokens to train selectors on; 0: no selector is trained.
     """
 
     block: int = 16

@@ -42,7 +42,7 @@ def found_at(record: Record) -> int | None:
 
 
 class Scale(NamedTuple):
-    """Say how large the study is; `how` are options of its cells."""
+    """The size of the study; `how` has options of its cells."""
 
     vocab_size: int
     lengths: tuple[int, ...]

@@ -42,7 +42,7 @@ RECALL, TEXT = "MQAR", "text"
 
 
 class Streams(NamedTuple):
-    """What differs between lines: the convolved streams, the window, and whether K = V."""
+    """The variant of a line: the convolved streams, the window, and whether K = V."""
 
     streams: str
     window: int = WINDOW
@@ -56,7 +56,7 @@ class Streams(NamedTuple):
 
     @property
     def baseline(self) -> str:
-        """Name the line without filters that it is compared with."""
+        """Return the name of the line without filters that it is compared with."""
         return Streams("none", shared_kv=self.shared_kv).name
 
 

@@ -85,7 +85,7 @@ class TaskScores(Callback):
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[Scorer]:
-        """Give the model to the harness, and take it back as it was."""
+        """Yield the scorer of the model, whose state is restored at the end of the block."""
         import torch
 
         from cat_lm.pretrained.loading import begin_as_trained, load_tokenizer
@@ -113,7 +113,7 @@ class TaskScores(Callback):
 
 @contextlib.contextmanager
 def _generators_kept() -> Iterator[None]:
-    """Put back what draws random numbers, and the number of threads, which accelerate may set."""
+    """Restore random generators and the number of threads, which accelerate may change."""
     import numpy as np
     import torch
 

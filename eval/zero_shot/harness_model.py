@@ -86,7 +86,7 @@ class Scorer(HFLM):
         self.begin("")
 
     def begin(self, task: str) -> None:
-        """Name the task that follows, and count from zero."""
+        """Begin a task: set its name and reset the counts."""
         self.positions = self.truncated = self._repeated = 0
         self._task = task
 

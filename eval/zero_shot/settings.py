@@ -18,7 +18,7 @@ def _folder(what: str) -> Option:
 
 @dataclass(frozen=True)
 class Settings:
-    """Say how tasks are evaluated, whatever the model; each field is an option of the command."""
+    """The settings of an evaluation, independent of the model; each field is an option."""
 
     data_dir: Annotated[Path | None, _folder("rows from DIR/TASK.jsonl, no network")] = None
     include_path: Annotated[Path | None, _folder("custom tasks, as YAML of the harness")] = None

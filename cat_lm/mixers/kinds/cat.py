@@ -57,10 +57,10 @@ class Options(base.ConvolutionOptions):
 
 
 def without_filters(options: Any) -> Options:
-    """Return the options of a layer's streams and softmax; without `streams` there are no filters.
+    """Return CAT's options from those of another class; without a field `streams`, no filters.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: the options contradict each other.
     """
     known = Options.__dataclass_fields__
     own = {key: value for key, value in vars(options).items() if key in known}

@@ -122,7 +122,7 @@ class AttentionSettings:
 
     @property
     def reads_padding(self) -> bool:
-        """Return True if any part beside the mask must know the padding."""
+        """Return True if other parts than the attention mask need to know the padding."""
         convolves = self.convolved_streams or canon_places(self) or self.value_transform != "none"
         return bool(convolves) or self.reads_positions or self.masks_keys
 

@@ -39,7 +39,7 @@ MEANINGS = {
 def choose_backend(
     implementation: str, queries: int, keys: int, dropout: float, has_triton: bool = False
 ) -> str:
-    """Name the backend of a whole row, one of MEANINGS, for T queries and S keys.
+    """Return the name of the backend, one of MEANINGS, for T queries and S keys of whole rows.
 
     Args:
         implementation: `attn_implementation`: eager or sdpa.
@@ -55,7 +55,7 @@ def choose_backend(
 def choose_decoder(
     implementation: str, queries: int, keys: int, device: torch.device, dtype: torch.dtype
 ) -> str:
-    """Name the backend of T queries that follow a cache; the kernel knows no gradients."""
+    """Return the backend's name for T queries after a cache; the kernel has no gradients."""
     name = choose_backend(implementation, queries, keys, 0.0)
     return "cpu" if name == "gather" and has_kernel(device, dtype) else name
 

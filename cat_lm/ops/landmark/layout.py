@@ -89,7 +89,7 @@ def sequence_blocks(
     padding_mask: Tensor | None,
     device: torch.device,
 ) -> BlockLayout:
-    """Lay out rows whose queries are their keys.
+    """Return the layout of rows whose queries are also their keys.
 
     Args:
         documents: [B, T] numbers that change where a document starts and do not come back, as
@@ -128,7 +128,7 @@ def sequence_blocks(
 
 
 def cached_blocks(past: int, time: int, block: int, padding: Tensor, least: int = 0) -> BlockLayout:
-    """Lay out rows of one document, whose queries are the newest `time` of past + time keys.
+    """Return the layout of rows of one document with queries for the last `time` keys.
 
     Args:
         padding: [R], the slots of padding that rows begin with, where the queries are.

@@ -34,7 +34,7 @@ def why_not(device: torch.device, dtype: torch.dtype, block: int, width: int) ->
 
 @dataclass(frozen=True)
 class Tiles:
-    """Hold which queries meet which block of keys.
+    """The tiles of queries that attend to each block of keys.
 
     Attributes:
         pairs: [tiles, TILE], numbers within [B, G, T, M]; −1 for none.
@@ -101,7 +101,7 @@ def tile_segments(firsts: Tensor, lengths: Tensor, keys: int, tile: int) -> Tile
 
 
 def tiles_of(chosen: Tensor, blocks: int, tile: int) -> tuple[Tensor, Tensor]:
-    """Put together the queries that chose a block.
+    """Return tiles of the queries that selected the same block.
 
     Args:
         chosen: [N] places of blocks, −1 for none.

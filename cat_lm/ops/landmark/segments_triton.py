@@ -72,7 +72,7 @@ def _load_rows(x, row, head, place, inside, column, width):
 def forward_kernel(
     q, k, v, parts_ptr, logs_ptr, tiles, scaling, time, keys, segments, shape, SIDES: tl.constexpr
 ):
-    """What a tile's queries of one head get of a block of keys, and the logarithms of weights.
+    """Compute the outputs of a tile's queries from a block of keys, and log-sum-exp weights.
 
     Args:
         q, k, v: a pointer each, and the strides of rows, heads and steps.

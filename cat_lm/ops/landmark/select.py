@@ -58,7 +58,7 @@ def choose_blocks(query: Tensor, landmarks: Tensor, layout: BlockLayout, choice:
 
 
 def select_blocks(scores: Tensor, layout: BlockLayout, choice: Choice, groups: int) -> Tensor:
-    """Choose each query's blocks of its document, all before those near it.
+    """Select each query's top-k blocks among the candidates of `candidates_of`.
 
     Ties go to the earlier block. Heads that share a choice sum their softmax over the candidates.
 
@@ -85,7 +85,9 @@ def select_blocks(scores: Tensor, layout: BlockLayout, choice: Choice, groups: i
 
 
 def candidates_of(layout: BlockLayout, local: int) -> Tensor:
-    """Return which blocks end before those near a query, in its document. [R, 1, T, n] bool."""
+    """Return a mask of the selectable blocks of each query, bool [R, 1, T, n].
+
+    They are the blocks of its document, except for its own block and the `local` - 1 before it."""
     own = layout.positions.div(layout.block, rounding_mode="floor")
     numbers = layout.numbers[:, None]
     found = (numbers >= 0) & (numbers <= own[:, :, None] - local)

@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 class Sources(NamedTuple):
-    """Hold what a library is built from: a file, and those that it includes."""
+    """The source files of a library: a file, and those that it includes."""
 
     name: str
     files: tuple[Path, ...]

@@ -102,6 +102,6 @@ def run_sequentially(
 
 
 def register_in_turn(*operators: torch.library.CustomOpDef) -> None:
-    """Have torch.vmap run these operators once for each model."""
+    """Make torch.vmap run these operators once for each model."""
     for operator in operators:
         operator.register_vmap(functools.partial(run_sequentially, operator))

@@ -22,7 +22,7 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
 
 
 def sum_products_in_fp32() -> None:
-    """Have products of half precision sum in fp32 on a GPU, for the rest of the process.
+    """Make half-precision products sum in fp32 on a GPU, for the rest of the process.
 
     torch lets cuBLAS divide a long sum among programs and round each one's part before it adds
     them (`allow_bf16_reduced_precision_reduction`, on by default).

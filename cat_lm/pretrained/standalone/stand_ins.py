@@ -155,7 +155,7 @@ class KnownKeys:
 
 
 class NoFilter:
-    """The class of filters that the model has none of."""
+    """A base class that no object has, in place of filters that the model does not use."""
 
 
 SECTION = None

@@ -83,7 +83,7 @@ class Examples:
         return self._with_inputs(rows, None if self.labels is None else self.labels[rows])
 
     def exchanged(self, order: np.ndarray) -> Examples:
-        """Give each row the inputs of another one: what is learned of them is nothing."""
+        """Return the examples with permuted inputs, from which nothing can be learned."""
         return self._with_inputs(order, self.labels)
 
     def _with_inputs(self, rows: np.ndarray, labels: np.ndarray | None) -> Examples:

@@ -78,7 +78,7 @@ class Source:
         return {"files": key_hash({"stamps": stamps, "folders": folders})}
 
     def origin(self, folder: Path | None) -> dict[str, Any]:
-        """Name the Hub's commit, or the files with their sha256; of many, their number and one."""
+        """Return the Hub's commit, or files with SHA-256 (of many files, their number and one)."""
         if folder is None:
             return self.key(folder)
         digests = [(path, sha256(path)) for path in self._every_file(folder)]

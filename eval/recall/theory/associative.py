@@ -46,7 +46,7 @@ _NEAR = 1 / 20
 
 @dataclass(frozen=True)
 class Recipe:
-    """How the layer is built: Theorem 1's two delays, or one built wrongly.
+    """The construction of the layer: Theorem 1's two delays, or a wrong one as a control.
 
     Attributes:
         delay: key or value.

@@ -12,7 +12,7 @@ from eval.common.options import Option
 
 @dataclass(frozen=True)
 class Simulations:
-    """How much is drawn."""
+    """The numbers of random draws."""
 
     seed: Annotated[int, Option(range=numbers.SEED)] = 0
     rows: Annotated[int, Option("sequences for each construction", numbers.TRIALS)] = 500
@@ -20,7 +20,7 @@ class Simulations:
 
 
 class Verdict(NamedTuple):
-    """What a check found: the number or numbers, with units, and whether they pass."""
+    """The result of a check: numbers with units, and whether they pass."""
 
     measured: str
     passes: bool
@@ -49,7 +49,7 @@ class Claim:
     correction: str = ""
 
     def judge(self) -> dict[str, Any]:
-        """Put what is right, and all that is wrong, to the check; plain values."""
+        """Return the results of the check for the right construction and for all wrong ones."""
         if not self.wrong:
             raise ValueError(f"{self.source}: a claim needs a negative control")
         measured, holds = self.check(self.right)

@@ -92,7 +92,10 @@ class Trained:
     controls: dict[str, list[Case]]
 
     def wrong(self, of_attention: bool = False) -> dict[str, list[Case]]:
-        """Return the controls of statements on filters, maps and errors, or on s_v/s_q."""
+        """Return the control layers, except for the one that the statement does not distinguish.
+
+        `of_attention` stands for statements about s_v/s_q, and False for those about filters, maps
+        and errors."""
         left_out = list(self.controls)[2 if of_attention else 3]
         return {name: cases for name, cases in self.controls.items() if name != left_out}
 
@@ -291,14 +294,14 @@ def judge(cases: list[Case], curve: Curve, bound: Bound) -> Verdict:
 
 
 def _exponent_in_error(case: Case, curve: Curve) -> list[float]:
-    """Of what is bounded at up to 8 times the trained length, where it is far from its largest."""
+    """Return the fitted exponent in ε, at up to 8 times the trained length."""
     length = max(n for n in curve(case, case.measured[0]) if n <= 8 * case.problem.length)
     errors = [m.error for m in case.admitted]
     return _slope(errors, [curve(case, m)[length] for m in case.admitted])
 
 
 def _exponent_in_length(case: Case, curve: Curve) -> list[float]:
-    """Of what is bounded at the least ε, from twice the trained length on."""
+    """Return the fitted exponent in the length at the least ε, from twice the trained length on."""
     values = curve(case, case.measured[-1])
     longer = {n: value for n, value in values.items() if n >= 2 * case.problem.length}
     return _slope(list(longer), list(longer.values()))

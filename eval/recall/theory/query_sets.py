@@ -189,7 +189,7 @@ def _draw_sides(
 
 
 def lemma_4(sets: list[QuerySet], widths: Widths, trials: int, seed: int) -> Claim:
-    """Hold the lemma as printed, and as its proof has it, with every row less a common g."""
+    """Check the lemma as printed, and as its proof has it, with a common g subtracted from rows."""
     rng = np.random.default_rng([seed, 8])
     found: dict[tuple[str, int], np.ndarray] = {}
     for queries, count in itertools.product(sets, (64, 1024)):

@@ -38,7 +38,7 @@ _ALL = 20_000  # sequences of two N-grams over which ε is taken
 
 @dataclass(frozen=True)
 class Problem:
-    """What a layer is trained on.
+    """The training problem of a layer.
 
     Attributes:
         length: L; ngram: N; vocabulary: V; width: d.
@@ -226,8 +226,9 @@ class Run:
     """A layer along its training.
 
     Attributes:
-        untrained, half_trained: at the start, and at the first error of at most one half.
-        kept: at the first error of at most each of ERRORS.
+        untrained: the layer at initialization.
+        half_trained: the layer when its error was first at most one half.
+        kept: the layers when the error was first at most each of `ERRORS`.
     """
 
     problem: Problem
@@ -237,16 +238,16 @@ class Run:
 
 
 def train(problem: Problem, rows: int) -> Run:
-    """Train one layer after another, each with draws of its own, until one has the least ε.
+    """Train layers with different random draws until one reaches the smallest error of `ERRORS`.
 
-    The theorems speak of layers that solve their problem, and L-BFGS may end in one that does not,
-    or in one that is right on the sequences of its training only.
+    The theorems are about layers that solve their problem. L-BFGS may converge to a layer that does
+    not, or that is right only on its training sequences.
 
     Args:
-        rows: random sequences.
+        rows: number of random training sequences.
 
     Raises:
-        UserError: none of them came so far.
+        UserError: no layer has reached the error in `_ATTEMPTS` trainings.
     """
     for attempt in range(_ATTEMPTS):
         drawn = replace(problem, seed=problem.seed + 1000 * attempt)

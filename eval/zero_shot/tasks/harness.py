@@ -30,7 +30,7 @@ def require_harness() -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep the harness's notes, prints and bars out of a command's output."""
+    """Suppress the harness's notes, prints and progress bars."""
     import datasets
     import lm_eval.api.task
     from tqdm import tqdm

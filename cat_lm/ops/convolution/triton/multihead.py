@@ -39,7 +39,7 @@ PARTS = 64
 
 
 class MixingConstants(NamedTuple):
-    """What a kernel is compiled for.
+    """The compile-time constants of a kernel.
 
     Attributes:
         window: W.

@@ -26,7 +26,7 @@ ELEMENTS = 2048  # pairs per program: 16 for each thread of 4 warps
 
 
 class RotationConstants(NamedTuple):
-    """What the kernel is compiled for.
+    """The compile-time constants of the kernel.
 
     Attributes:
         rotary: how many channels are turned, `half` of them and their partners, or turned `back`.

@@ -24,7 +24,7 @@ VARYING = ("tiles_per_program", "blocks_per_program", "batch_size", "length")
 
 
 class Tile(NamedTuple):
-    """What the kernels per head or channel are compiled for.
+    """The compile-time constants of the kernels per head or channel.
 
     Attributes:
         window: W.
@@ -72,9 +72,9 @@ def add_separately(sums, a, b):
 
 @triton.jit
 def load_rows(ptr, first, rows, length, columns, inside, stride, EARLY: tl.constexpr = False):
-    """[rows, columns] of a matrix of `length` rows, from row `first`; zeros outside of it.
+    """Load [rows, columns] of a matrix of `length` rows, from row `first`; zeros outside.
 
-    EARLY: `first` may be negative.
+    EARLY: whether `first` may be negative.
     """
     times = first + rows
     present = times < length
