@@ -56,7 +56,7 @@ class Architecture:
     Attributes:
         name: the value of `model.architecture`.
         title: what people call the family.
-        model_type: of this project's configuration class.
+        model_type: the model type of this project's configuration class.
         library_type: of a library's own models that this family reads and goes on from; None
             where there are none.
         library: whose models those are. Of another library than transformers they are read and
@@ -168,7 +168,7 @@ class Architecture:
 
         Args:
             vocab_size: the tokenizer's; the section's comes before it.
-            context_length: of a training sequence, in tokens.
+            context_length: the context length of a training sequence, in tokens.
         """
         # Section and configuration share their keys, so that a new key cannot be forgotten here.
         return section.model_dump(exclude={"architecture"}) | {
@@ -243,7 +243,7 @@ class Architecture:
         reason.
 
         Args:
-            key: of the section `train`: conv_backend or mixer_backend.
+            key: the key in the section `train`: conv_backend or mixer_backend.
 
         Returns:
             The line; "" of the recurrences of a model without any.

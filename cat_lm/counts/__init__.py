@@ -195,8 +195,8 @@ class Saved:
 
     Attributes:
         rest: outside of the layers: embedding, head, loss, and what layers share.
-        layers: of all layers.
-        largest: of the layer that keeps most.
+        layers: bytes of all layers.
+        largest: bytes of the layer that keeps most.
         streams: what all layers read.
         sent: to the ranks that share the sequences.
     """
@@ -256,7 +256,7 @@ def saved_bytes(
 
     Args:
         meta: the model on the meta device, which is used up.
-        dtype: of the parameters.
+        dtype: the dtype of the parameters.
         autocast: whether layers compute in bf16 under autocast.
         documents: whether masks are made for packed documents.
         parts: how many ranks share a sequence.
@@ -295,7 +295,7 @@ def state_bytes(meta: PreTrainedModel, length: int, dtype: torch.dtype = torch.f
 
     Args:
         meta: the model on the meta device, which is used up.
-        dtype: of the parameters.
+        dtype: the dtype of the parameters.
     """
     if not (meta.keeps_state and getattr(meta.config, "keeps_state", True)):
         width = meta.config.num_hidden_layers * meta.config.hidden_size

@@ -55,8 +55,8 @@ def model_card(
         facts: the export's record.
         needs: why the model cannot be loaded without cat_lm, if it cannot.
         is_carried: whether the folder has the model's own file (`cat_lm.pretrained.standalone`).
-        license_id: of the weights, as the Hub writes it.
-        language: of the text, as the Hub writes it.
+        license_id: the license identifier of the weights, as the Hub writes it.
+        language: the language of the text, as the Hub writes it.
     """
     from huggingface_hub import ModelCardData
 

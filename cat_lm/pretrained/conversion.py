@@ -126,7 +126,7 @@ def scaled_fields(
     """Return the fields of a CAT configuration that make a model of this one use `method`.
 
     Args:
-        config: of a model that is not scaled yet (see `methods_for`).
+        config: the configuration of a model that is not scaled yet (see `methods_for`).
         factor: s >= 1, the length to be read over the length trained on. 1 changes nothing.
         training_length: tokens; YaRN's dividing line between frequencies depends on it.
         temperature_scope: what the temperature acts on.

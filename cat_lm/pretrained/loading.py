@@ -257,9 +257,9 @@ def load_model(
     """Load the causal language model at `path` (see `model_folder`), in evaluation mode.
 
     Args:
-        dtype: of the weights; a name of `DTYPES`, or auto for that of the files.
+        dtype: the dtype of the weights; a name of `DTYPES`, or auto for that of the files.
         device: as in `choose_device`.
-        config: of the model that the weights are read into; by default the folder's own.
+        config: the configuration of the model to build; by default the folder's own.
 
     Raises:
         UserError: the folder is no model, or transformers cannot read it; its weights are not

@@ -48,7 +48,7 @@ def run_to_end(words: Sequence[str], **options: Any) -> int:
     stop, once, and waits until it has saved.
 
     Args:
-        options: of `subprocess.Popen`.
+        options: the options of `subprocess.Popen`.
 
     Raises:
         Stopped: such a signal came, and the command has ended since.

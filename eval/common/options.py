@@ -30,7 +30,7 @@ class Option(NamedTuple):
     Attributes:
         range, above: of a number, or of each in a list; `above` itself is not allowed.
         word: stands for None.
-        example: of a list.
+        example: an example of a list.
         kind: reads the text, in the place of what the field's type says.
     """
 

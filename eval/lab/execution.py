@@ -34,7 +34,7 @@ class Execution:
     """The settings for the execution of cells.
 
     Attributes:
-        device: of torch.
+        device: a device name of torch.
         workers: processes at once.
         estimate_only: stop after the estimate.
         stack: models that are trained as one; none: as many as there are of a kind and as fit into

@@ -47,7 +47,7 @@ class Streams:
 
     Attributes:
         query: [B, H, T, D], key: [B, G, T, D], after convolution and rotation.
-        scaling: of q·k.
+        scaling: the scaling of q·k.
         layer: its number.
     """
 
@@ -76,7 +76,7 @@ def prepared_scores(
     """Return the function that scores blocks for one of the selectors.
 
     Args:
-        core: of a selector by landmarks.
+        core: the core whose selector uses landmarks.
     """
     if core is not None:
         landmarks = core.landmarks(streams.key, layout)
@@ -107,7 +107,7 @@ class Chooser(nn.Module):
 
     Attributes:
         selection: None for all keys.
-        learners: of learned selectors, by (name, block).
+        learners: learned selectors by (name, block).
         local: while they are taught, the blocks that are not chosen; None otherwise.
         taught: their losses so far.
         watch: gets what every forward has for a choice.
@@ -195,8 +195,8 @@ def learn(
 
     Args:
         grid: has the selectors, the block sizes, and the data to learn from.
-        length: of the windows of these data.
-        identity: of the model and the data, by which what was learned is known again.
+        length: the length of the windows of these data.
+        identity: identifies the model and the data of a training.
 
     Returns:
         The name under which they are kept, which tells them from all others.

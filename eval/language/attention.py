@@ -35,7 +35,7 @@ def attention_statistics(model: PreTrainedModel, rows: Tensor) -> dict[str, Any]
     Returns:
         entropy: of a query that may read n keys, −Σ p ln p / ln n, which is 1 where all are read
             alike; mean over queries with n > 1, heads and layers.
-        largest_logit: of all that the softmax takes, temperatures included.
+        largest_logit: the largest input of the softmax, with temperatures.
         layers: both for each layer.
 
     Raises:

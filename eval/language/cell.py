@@ -63,9 +63,9 @@ class Cell(cell.Cell):
         model: of configs/study/models.yaml; recipe: `cpu` or `gpu`.
         texts: (folder, fingerprint) of prepared data; it is trained on the first, and scored on
             documents that all of them hold out.
-        tokens: of training; None: as the recipe says.
+        tokens: number of training tokens; None: as the recipe says.
         lengths: at which it is read; none: it is trained alone.
-        methods: of reading beyond the trained length, of eval.length_sweep.
+        methods: methods of eval.length_sweep for lengths beyond the trained one.
         documents: of each text that are scored, each of at least the largest length.
         skip: tokens at the beginning of the first text's split, which rates are chosen on.
         recall, attention: whether `recalled` and `attention_statistics` are measured.

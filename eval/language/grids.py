@@ -41,8 +41,8 @@ class Scale:
     """The size of a study.
 
     Attributes:
-        recipe: of configs/study/models.yaml.
-        vocabulary: of the tokenizer that is trained on the library.
+        recipe: the recipe of configs/study/models.yaml.
+        vocabulary: the vocabulary of the tokenizer that is trained on the library.
         tokens, documents: of training, and those scored of each text; None: the question's.
     """
 
@@ -79,7 +79,7 @@ class Question:
             largest logit, are measured and compared.
         is_equal: whether models of another size than Pythia's are refused.
         trials: runs at each rate, whose mean chooses.
-        tokenizer: of the library's text; None: one that is trained on it.
+        tokenizer: the tokenizer of the library's text; None: one that is trained on it.
     """
 
     contrasts: tuple[Pair, ...]

@@ -166,7 +166,7 @@ def score_recalled(
     """Score a model separately on tokens that it can recall, on a sweep's documents.
 
     Args:
-        folder: of the exported model, which computes in `dtype` on `device`.
+        folder: the exported model, which computes in `dtype` on `device`.
         data: prepared; its validation split is scored, pairs are counted in its training split.
         documents, longest: how many of at least so many tokens, up to which each is scored.
         length: of windows; skip: tokens at the beginning, where no scored document begins.

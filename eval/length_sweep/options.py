@@ -28,7 +28,7 @@ class Options:
 
     Attributes:
         text, data: a text file (or `WIKITEXT`), or prepared data; exactly one of them.
-        dtype: of weights and activations; softmax is in fp32, sums over tokens in fp64.
+        dtype: the dtype of weights and activations; softmax is in fp32, sums over tokens in fp64.
     """
 
     text: Path | str | None = None

@@ -36,7 +36,7 @@ class Documents:
 
     Attributes:
         at_least: shorter ones are left out.
-        at_most: of longer ones the beginning is taken; None: all of them.
+        at_most: longer documents are cut to this number of tokens; None: no limit.
     """
 
     at_least: int

@@ -57,7 +57,7 @@ class Scale:
         seeds: runs of each model; seeds_of: of a figure's, where the paper has others.
         rates: to choose from, none for the recipe's alone.
         chunk: positions in a chunk; chunks: those of `context`, 0 for the whole row.
-        shares: of the training rows, of `data-size`.
+        shares: fractions of the training rows in the study `data-size`.
     """
 
     tasks: Mapping[str, str]

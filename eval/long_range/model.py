@@ -47,7 +47,7 @@ class AlibiScores(ScoreModule):
 
     Args:
         heads: H.
-        scale: of the bias: 1, or 1/√D as the LaS paper's equation 2 has it.
+        scale: the scale of the bias: 1, or 1/√D as the LaS paper's equation 2 has it.
     """
 
     def __init__(self, heads: int, scale: float) -> None:

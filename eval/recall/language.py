@@ -119,9 +119,9 @@ class LanguageCell(FilterCell):
 
     Attributes:
         data: folder written by data_prep.prepare.
-        fingerprint: of these data, so that other data make another cell.
+        fingerprint: the fingerprint of these data, so that other data make another cell.
         batch_size: rows of seq_len tokens.
-        documents: of the validation split that are scored.
+        documents: number of documents of the validation split that are scored.
         choosing_documents: the first ones of that split, by which a rate is chosen and which are
             not scored; 0: none, and all of the split may be scored.
         document_tokens: that are predicted in each at most, from its start.

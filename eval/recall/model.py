@@ -50,7 +50,7 @@ class RecallModel(nn.Module):
         layers: number of blocks; none: the mixer's own.
         positions: rows of the position table, where the mixer has one: the longest T.
         feed_forward: whether blocks have a feed-forward network, as language models have.
-        dropout: of the embeddings; none: the block's own.
+        dropout: the dropout of the embeddings; none: the block's own.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ def page(
 
     Args:
         summary: `final_numbers` of each run.
-        rows: of the length sweeps.
+        rows: rows of the length sweeps.
         made: this report's provenance.
     """
     return render(

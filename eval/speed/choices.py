@@ -32,7 +32,7 @@ class Model(NamedTuple):
     Attributes:
         label: its name in a table.
         architecture: its family's name.
-        variant: of its family; see `Architecture.variants`.
+        variant: the variant of its family; see `Architecture.variants`.
         plain: the model that its speed is relative to, or None.
         stock: the library's own of its family, which it must agree with, or None.
     """

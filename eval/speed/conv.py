@@ -120,7 +120,7 @@ def against_rival(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str,
     """Compare every contender with torch's conv1d in the layout that it is fastest in.
 
     Args:
-        seconds: of the rounds, by contender, in one direction.
+        seconds: seconds of the rounds, by contender, in one direction.
 
     Returns:
         By contender: the rival's name, how many times as fast as it (median and range over the

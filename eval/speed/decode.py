@@ -58,8 +58,8 @@ def decode_speed(cases: Sequence[DecodeCase], names: Sequence[str], repeats: int
     """Measure every model after every prompt.
 
     Args:
-        cases: of one model size.
-        names: of `decoding_models`.
+        cases: the cases of one model size.
+        names: the names of `decoding_models`.
 
     Returns:
         The record's part. `of_shortest_prompt` of a row is the ratio of its rate with the cache

@@ -98,7 +98,7 @@ class Kernel:
         call: from all inputs in the kernel's own layout to its output or outputs.
         arrange: from all that is learned to the kernel's own layout; autograd goes back through it.
         restore: from an output of the kernel to this project's layout.
-        arrange_gradient: of an output, to the kernel's own layout.
+        arrange_gradient: converts the gradient of an output to the kernel's own layout.
     """
 
     name: str
@@ -116,7 +116,7 @@ class Work:
     Attributes:
         learned: [B, T, …], what is convolved; then filters and bias.
         upstream: the gradients of the outputs.
-        names: of the outputs and of the gradients of `learned`.
+        names: the names of the outputs and of the gradients of `learned`.
         define: from `learned` to the outputs, by the reference in float64.
         constants: bytes of what is read beside `learned`.
         find: from one of `choices.KERNELS` to the kernels that serve; raises `Absent`.

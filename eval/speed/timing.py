@@ -148,7 +148,7 @@ def time_in_turn(
         repeats: rounds.
         min_seconds: CPU: a call that is shorter is repeated within a round, and divided.
         alone: GPU: replay graphs and flush the cache, for kernels; steps of models need neither.
-        title: of the progress bar.
+        title: the title of the progress bar.
     """
     if device.type == "cuda":
         return _time_on_gpu(calls, device, repeats, alone, title)

@@ -40,7 +40,7 @@ class Scorer(HFLM):
         tokenizer: its own.
         batch_size: rows per forward pass, or None for the largest that fits.
         max_length: context in tokens; None takes `max_position_embeddings`.
-        accelerator: of `launched_accelerator`.
+        accelerator: the result of `launched_accelerator`.
         autocast: the dtype that it computes in under autocast, None for that of its weights.
 
     Attributes:

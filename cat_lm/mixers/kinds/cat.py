@@ -32,7 +32,7 @@ class Options(base.ConvolutionOptions):
     """Options of CAT.
 
     Attributes:
-        dropout: of the attention map.
+        dropout: the dropout of the attention map.
         position: none; learned, a table added to the embeddings; rope, after the filters.
         conv_mixing: what a multihead convolution of the values mixes: embeddings, their heads; or
             maps, the attention maps over heads and keys (see `MapMixingCore`).
@@ -90,7 +90,7 @@ class HeadOptions:
 
     Attributes:
         heads: H.
-        bias: of the projections.
+        bias: the bias of the projections.
     """
 
     heads: int = 1
@@ -177,7 +177,7 @@ class AttentionOptions:
     Attributes:
         position: learned (a table added to the embeddings), rope or none.
         heads, bias: as of `HeadOptions`.
-        dropout: of the attention map.
+        dropout: the dropout of the attention map.
     """
 
     position: str = "learned"
@@ -256,7 +256,7 @@ class MultiTokenOptions(HeadOptions):
     `cat_lm.ops.convolution.multi_token`.
 
     Attributes:
-        dropout: of the attention map.
+        dropout: the dropout of the attention map.
         query_window, key_window: c_q and c_k, the second one odd.
         head_mixing: where maps are mixed over heads: none, before the softmax, after it, both.
     """

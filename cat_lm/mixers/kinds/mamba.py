@@ -81,10 +81,10 @@ class MambaMixer(nn.Module):
         inner: I, the channels inside the layer.
         states: N, numbers of state for each of them.
         window: W of the short convolution.
-        rank: of the projection to Δ; None: a sixteenth of C.
-        bias: of the first and the last projection.
-        conv_bias: of the short convolution.
-        starts: of the parameters.
+        rank: the rank of the projection to Δ; None: a sixteenth of C.
+        bias: the bias of the first and the last projection.
+        conv_bias: the bias of the short convolution.
+        starts: initial values of the parameters.
     """
 
     no_decay = ("A_log", "D")
@@ -172,7 +172,7 @@ class Mamba2Mixer(nn.Module):
 
     Args:
         heads, head_width: H heads of P channels.
-        groups: of heads, which share B and C.
+        groups: number of groups of heads, which share B and C.
         step_limit: the bounds of all Δ.
         norm_eps: added to mean squares in the gated norm.
         width, states, window, bias, conv_bias, starts: as of `MambaMixer`.

@@ -60,7 +60,7 @@ class MixerKind:
         name: as in `model.mixer` and before the colon of a specification.
         Options: a frozen dataclass of plain values, see cat_lm/core/fields.py.
         layers: that the paper's comparison gives it.
-        block: of eval/recall/model.py, `layer` or `rms`.
+        block: the type of block in eval/recall/model.py, `layer` or `rms`.
         longest: tokens of the longest row that its module takes; None for any.
         own_loss: the name of the loss that its module adds in training, in metrics.
         supports: which of CAPABILITIES its module reads.
@@ -245,7 +245,7 @@ class ConvolutionOptions(FilterOptions):
             whole head and no bias the two are the same function.
         filter: taps; or exponential, ssm: filters as long as the row (`cat_lm.ops.long_filter`).
         filter_state: N, the numbers of state of such a filter for each channel.
-        bias: of the projections.
+        bias: the bias of the projections.
     """
 
     place: str = "after"

@@ -77,7 +77,7 @@ class LinearMixer(nn.Module):
         heads: H.
         keys, values: channels of all keys and of all values.
         window: W of the short convolutions of queries, keys and values; 0 for none.
-        conv_std: of the filters at the start, see `ShortConvolution`.
+        conv_std: the standard deviation of the filters at initialization, see `ShortConvolution`.
         is_gated: whether the output is multiplied by SiLU of a projection.
 
     Attributes:

@@ -36,7 +36,7 @@ class Objective:
     """The training objective: token_weight · token loss + own_weight · the layers' own losses.
 
     Attributes:
-        name: of the layers' own loss, in metrics and in the log.
+        name: the name of the layers' auxiliary loss, in metrics and in the log.
         token_weight, own_weight: of the two losses.
         trains_all: whether all weights learn; else only those that the layers' own losses reach.
         section: keys of the model's section by which a step computes otherwise than the model.

@@ -30,9 +30,9 @@ class Block(GradientCheckpointingLayer):
     With norms last: h ← norm(h + mixer h), h ← norm(h + MLP h).
 
     Args:
-        norm: of what the mixer reads.
+        norm: the norm of the mixer's input.
         mixer: takes x [B, T, C] and a `Context`.
-        mlp_norm: of what the feed-forward network reads; None without one.
+        mlp_norm: the norm of the feed-forward network's input; None without a network.
         mlp: the feed-forward network.
         residual_in_fp32: whether the residual stream stays in fp32 whatever the precision; the
             norm then gets its own precision. None for what the inputs have.

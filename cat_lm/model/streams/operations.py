@@ -122,8 +122,8 @@ class LayerPass:
     Attributes:
         weights: the pipeline, which holds the operations' parameters.
         streams: as filters read them.
-        norm: of queries and keys, if the model has one.
-        context: of the layer.
+        norm: the norm of queries and keys, if the model has one.
+        context: the context of the layer.
         inputs: the streams by their letters, [B, T, heads, D], once they are unpacked.
         biases: of the projections, [heads, D], which come after the filters; None for none.
         earlier: the inputs before `inputs`, [B, W−1, heads, D], of streams that have some.
@@ -284,7 +284,7 @@ class LongFilter:
 
         Args:
             bias: [heads, D].
-            name: of the filters' state in the layer's, which is updated.
+            name: the name of the filters' state in the layer's state, which is updated.
         """
         modes, state = self.kind.modes_of(numbers, self.size), context.state
         backend = context.conv_backend

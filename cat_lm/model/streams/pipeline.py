@@ -152,7 +152,7 @@ class StreamPipeline(NothingDecays):
         Args:
             projected: what the projections make without biases: packed [B, T, H·3·D], for each head
                 its queries, keys and values, or three, [B, T, heads · D] each.
-            norm: of queries and keys.
+            norm: the norm of queries and keys.
 
         Returns:
             Queries, keys and values, each [B, T, its heads, D], the first two R times as wide. If

@@ -27,7 +27,7 @@ def convolve_channels(
     Args:
         filters: [1, C, W], lag 0 first.
         bias: [1, C].
-        name: of the last W−1 inputs in the state.
+        name: the name of the stored last W−1 inputs.
     """
     window, halo = filters.shape[-1], 0
     if context.group is not None:
@@ -85,7 +85,7 @@ class ShortConvolution(nn.Conv1d):
         """Compute [B, T, C] of x [B, T, C].
 
         Args:
-            name: of the last inputs in the state.
+            name: the name of the stored last W−1 inputs.
         """
         filters = self.weight.transpose(0, 1).flip(-1)
         bias = None if self.bias is None else self.bias[None]

@@ -87,7 +87,7 @@ def choose_backend(
     Args:
         conv_type: a kind's name (`cat_lm.ops.convolution.kinds`).
         device: where the inputs are.
-        dtype: of the inputs.
+        dtype: the dtype of the inputs.
         window, heads, head_dim: W, H and D.
         backend: auto, or the name of a backend that must serve.
 

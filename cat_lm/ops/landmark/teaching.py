@@ -61,7 +61,7 @@ def block_mass(
     """M_j of candidate blocks, 0 of others: query [B, H, R, D], key [B, H or fewer, T, D].
 
     Args:
-        layout: of these queries, whose keys are those of `tokens`.
+        layout: the layout of these queries, whose keys are those of `tokens`.
 
     Returns:
         [B, H, R, n].

@@ -95,7 +95,7 @@ class Task(tasks.Task):
     """The options of a task, and facts of its rows.
 
     Attributes:
-        name: of the task in the registry.
+        name: the name of the task in the registry.
         version: raised when the same options give other rows; stands in `describe`.
         vocabulary: ids are below it; 0 where inputs are `channels` real numbers a position.
         classes: of a row; 0 where values of its last `scored` positions are predicted.
@@ -159,7 +159,7 @@ class GeneratedTask(Task):
 
     Attributes:
         train, validation, test: rows to generate.
-        seed: of the generator.
+        seed: the seed of the generator.
     """
 
     reads_files: ClassVar[bool] = False

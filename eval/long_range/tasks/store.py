@@ -143,8 +143,8 @@ def held_out(contents: Iterable[bytes], share: float = HELD_OUT) -> np.ndarray:
     larger by as many.
 
     Args:
-        contents: of all rows.
-        share: of the rows that go.
+        contents: the contents of all rows.
+        share: the fraction of the rows to hold out.
 
     Returns:
         [n] bool.

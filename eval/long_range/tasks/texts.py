@@ -88,7 +88,7 @@ class TextTask(StoredTask):
         so that its end is kept.
 
         Args:
-            texts: of training.
+            texts: the training texts.
             least: times that a character must be there; the rarest beyond 253 are unknown too.
         """
         if self.level == "bytes":

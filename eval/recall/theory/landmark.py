@@ -72,7 +72,7 @@ def retrieval(
         E_z P(Binomial(m, Φ(−x)) < k),     x = (SNR + √(B−1) z) / √B
 
     Args:
-        snr_squared: of any shape; SNR is not negative.
+        snr_squared: SNR², of any shape; SNR is not negative.
         rivals: m, how many other blocks there are to choose from; as the shape of `snr_squared`.
     """
     snr, rivals = np.broadcast_arrays(np.sqrt(np.asarray(snr_squared, float)), rivals)

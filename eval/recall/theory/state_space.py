@@ -44,7 +44,7 @@ class Head:
         rate: α.
         width: P; 1 is no smoothing.
         empty: where the empty token stands; none has none.
-        value: of the empty token.
+        value: the value of the empty token.
         causal: whether later tokens are masked.
     """
 

@@ -28,7 +28,7 @@ def check_answers(
     """Check what the definition makes of the rows that will be scored or shown as examples.
 
     Args:
-        source: of the rows, see `eval.zero_shot.tasks.sources`.
+        source: the source of the rows, see `eval.zero_shot.tasks.sources`.
         splits: the one that is scored, and the one that examples come from, if there are any.
         limit: rows that will be scored; None for all.
 

@@ -26,7 +26,7 @@ class AttentionCall(Context):
             [B, H, T, D], key and value [B, H or fewer, S, D], returns [B, T, H, values' width] and
             maps or None. A pattern that cuts rows also gives the mask, as the function takes it
             (None for a causal one), and the positions of queries and keys, all three or none.
-        scaling: of q·k, 1 / (t sqrt(D)).
+        scaling: the scaling of q·k, 1 / (t sqrt(D)).
         dropout: the part of the maps to drop, 0 outside training.
     """
 
