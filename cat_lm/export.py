@@ -291,17 +291,31 @@ def main() -> None:
     add("checkpoint", type=path_name, help="run folder, checkpoints folder or step folder")
     out_help = "folder to write, where an earlier export is replaced (default: the run's `model`)"
     add("out", type=output_path, nargs="?", help=out_help)
-    add("--dtype", choices=loading.DTYPES, default="float32", help="of the file's tensors")
+    add(
+        "--dtype",
+        choices=loading.DTYPES,
+        default="float32",
+        help="dtype of the tensors in the file",
+    )
     methods = "pi, pi+temperature, yarn, or without positions temperature (default: none)"
     add("--method", default="none", help=f"reads longer contexts than trained on: {methods}")
     number_of = number(SCALING_FACTOR)
-    add("--factor", type=number_of, default=1.0, metavar="S", help="of the method, such as 4")
+    add("--factor", type=number_of, default=1.0, metavar="S", help="factor of --method, such as 4")
     add("--temperature-scope", choices=("logits", "rotary"), default="logits")
     library = "transformers' own class of the family, for models without convolutions"
     add("--library", action="store_true", help=f"as {library}, which needs no cat_lm")
-    add("--ema", action="store_true", help="the averaged weights, of a run with train.ema_decay")
-    add("--license", dest="license_id", metavar="ID", help="of the weights, such as apache-2.0")
-    add("--language", metavar="CODE", help="of the text, such as en")
+    add(
+        "--ema",
+        action="store_true",
+        help="export the averaged weights of a run with train.ema_decay",
+    )
+    add(
+        "--license",
+        dest="license_id",
+        metavar="ID",
+        help="license of the weights, such as apache-2.0",
+    )
+    add("--language", metavar="CODE", help="language of the text, such as en")
     add(
         "--push",
         metavar="REPO",

@@ -129,10 +129,10 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=whole(NEW_TOKENS), default=100, metavar="N")
     parser.add_argument("--temperature", type=number(TEMPERATURE), default=0.8)
     parser.add_argument("--top-p", type=number(FRACTION, above=0), default=0.95)
-    parser.add_argument("--greedy", action="store_true", help="the likeliest token every time")
+    parser.add_argument("--greedy", action="store_true", help="always choose the most likely token")
     parser.add_argument("--num-samples", type=whole(SAMPLES), default=1, metavar="N")
     parser.add_argument("--seed", type=whole(SEED), default=0)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    parser.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:1, …")
     add_skip_checksums(parser)
     given = parser.parse_args()
     if given.greedy and given.num_samples > 1:

@@ -173,7 +173,7 @@ def main() -> None:
     long = " and ".join(filters.names())
     add("folder", help="transformers folder of the model")
     add("out", type=output_path, help="folder to write; must be new or empty")
-    add("--block", type=positive, required=True, help="tokens of a block")
+    add("--block", type=positive, required=True, help="tokens per block")
     chosen = "blocks that a query chooses; 0 reads the nearest ones alone"
     add("--top-k", type=whole(Range(0, CONTEXT.high)), required=True, help=chosen)
     local = "blocks near the query that it always reads, its own being one (default: 2)"
@@ -185,8 +185,8 @@ def main() -> None:
         f"of --filter {long}, as long as the text and learned: numbers of state for each channel"
     )
     add("--state", type=_STATE, dest="filter_state", metavar="N", help=state)
-    add("--calibrate", metavar="DATA", help="prepared folder that filters are learned from")
-    add("--tokens", type=_TOKENS, help="of DATA to read (default: 1,000,000)")
+    add("--calibrate", metavar="DATA", help="prepared folder to train filters on")
+    add("--tokens", type=_TOKENS, help="tokens of DATA to read (default: 1,000,000)")
     share = "who chooses blocks: each head of keys, or the layer (default: head)"
     add("--share", choices=SHARES, default="head", help=share)
     add_skip_checksums(parser)

@@ -214,7 +214,7 @@ def main() -> None:
         "--conv",
         choices=(*kinds.names(), "none"),
         default="head",
-        help="kind of convolution; none makes the plain model (default: head)",
+        help="type of convolution; none makes the plain model (default: head)",
     )
     for name, (kind, text) in _OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)

@@ -61,10 +61,10 @@ def main() -> None:
         description="Evaluates finished runs on held-out text and writes one report of them.",
     )
     parser.add_argument(
-        "runs", nargs="+", type=path_name, metavar="RUN", help="folder of train.py with model/"
+        "runs", nargs="+", type=path_name, metavar="RUN", help="run folder of train.py with model/"
     )
     parser.add_argument(
-        "--out", type=output_path, required=True, metavar="DIR", help="where the report goes"
+        "--out", type=output_path, required=True, metavar="DIR", help="folder for the report"
     )
     parser.add_argument("--title", help="headline of the report")
     parser.add_argument(
@@ -74,7 +74,7 @@ def main() -> None:
         help="held-out tokens to score for each length, at least one window of the largest",
     )
     parser.add_argument(
-        "--seed", type=whole(numbers.SEED), default=0, help="of the sampled continuations"
+        "--seed", type=whole(numbers.SEED), default=0, help="seed of the sampled continuations"
     )
     add_skip_checksums(parser)
     arguments = parser.parse_args()

@@ -29,8 +29,10 @@ def main() -> None:
         "NAME.note.md where there is one, a page for each other record that has a note, and "
         "README.md, an index of all.",
     )
-    one.add_argument("--check", action="store_true", help="compare with what is there")
-    one.add_argument("--folder", type=path, default=FOLDER, metavar="DIR", help="of the records")
+    one.add_argument("--check", action="store_true", help="only compare with the files that exist")
+    one.add_argument(
+        "--folder", type=path, default=FOLDER, metavar="DIR", help="folder of the records"
+    )
     arguments = parser.parse_args()
     _render(arguments)
 

@@ -33,10 +33,12 @@ TEMPERATURE, TOP_P = 0.8, 0.95
 class Sampling:
     """The options of sampling: continuations of `count` prompts."""
 
-    count: Annotated[int, Option("documents", numbers.SAMPLES)] = 4
-    prompt_tokens: Annotated[int, Option("of a document's beginning", numbers.PROMPT_TOKENS)] = 48
-    max_new_tokens: Annotated[int, Option("of a continuation", numbers.NEW_TOKENS)] = 96
-    seed: Annotated[int, Option("of each continuation", numbers.SEED)] = 0
+    count: Annotated[int, Option("number of documents to continue", numbers.SAMPLES)] = 4
+    prompt_tokens: Annotated[
+        int, Option("tokens of a prompt, the beginning of a document", numbers.PROMPT_TOKENS)
+    ] = 48
+    max_new_tokens: Annotated[int, Option("tokens of a continuation", numbers.NEW_TOKENS)] = 96
+    seed: Annotated[int, Option("seed of each continuation", numbers.SEED)] = 0
     dtype: Annotated[Dtype, Option(HELP)] = "auto"
 
 

@@ -70,7 +70,7 @@ class Architecture:
         takes_convolutions: whether `cat_lm.upcycle` can give its models convolutions.
         recurrent: whether `train.mixer_backend` chooses what computes its recurrences.
         short_names: names of variants, by `variants`, that commands offer in place of longer ones.
-        free_keys: what a run may choose anew that starts from a model's weights.
+        free_keys: keys that may change when a run starts from a model's weights.
         unoffered_keys: what a model may have and the section has no key for.
         adapter_modules: linear layers that peft adapts where nobody names any, of a family whose
             library's models peft does not know.

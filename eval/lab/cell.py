@@ -43,7 +43,7 @@ def plan_steps(
 
     Args:
         examples: of training; rows: in a batch, the last of an epoch may have fewer.
-        eval_steps: validate every so many steps too; none: after epochs alone.
+        eval_steps: steps between validations within an epoch; none: only after epochs.
     """
     starts, step = range(0, examples, rows), 0
     for epoch in range(1, epochs + 1):
@@ -126,7 +126,7 @@ class Cell:
         return self._trainer.Trial(self, device)
 
     def step(self, size: int, device: str) -> Callable[[int], object]:
-        """Return a function that trains a step of so many rows, for `size` stacked cells."""
+        """Return a function that trains one step of `rows` rows, for `size` stacked cells."""
         return (
             self._trainer.stacked_step(self, size, device)
             if size > 1

@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 def add_grid_options(parser: argparse.ArgumentParser, stacks: bool = True) -> None:
     """Add the options of all grids. stacks: if True, cells can be trained as one stack."""
     scales = ("smoke", "cpu", "gpu", "paper")
-    parser.add_argument("--scale", choices=scales, default="cpu", help="of those a study has")
+    parser.add_argument(
+        "--scale",
+        choices=scales,
+        default="cpu",
+        help="scale of the study; studies differ in the scales that they have",
+    )
     parser.add_argument("--out", type=output_path, required=True, metavar="DIR")
     parser.add_argument(
         "--workers",
@@ -32,8 +37,10 @@ def add_grid_options(parser: argparse.ArgumentParser, stacks: bool = True) -> No
             help="models that differ in learning rate and seed alone to train as one (default: "
             "auto, all that fit into a GPU's memory, and 1 on a CPU, where stacks are no faster)",
         )
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-    parser.add_argument("--estimate-only", action="store_true", help="stop after the estimate")
+    parser.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:1, …")
+    parser.add_argument(
+        "--estimate-only", action="store_true", help="only print the estimate of the time"
+    )
 
 
 def add_seeds(parser: argparse.ArgumentParser) -> None:

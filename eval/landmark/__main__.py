@@ -31,13 +31,18 @@ def _parser() -> argparse.ArgumentParser:
     diagnose.add_argument("model", **_FOLDER)
     for one, asked in ((sweep, Grid), (diagnose, Questions)):
         source = one.add_mutually_exclusive_group(required=True)
-        source.add_argument("--text", type=path_name, metavar="FILE", help="UTF-8 text")
         source.add_argument(
-            "--data", type=path_name, metavar="DIR", help="prepared data; its validation split"
+            "--text", type=path_name, metavar="FILE", help="UTF-8 text file to score"
+        )
+        source.add_argument(
+            "--data",
+            type=path_name,
+            metavar="DIR",
+            help="prepared data, whose validation split is scored",
         )
         add_options(one, asked)
         one.add_argument("--out", type=output_path, required=True, metavar="DIR")
-        one.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+        one.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:1, …")
         add_skip_checksums(one)
         one.set_defaults(asked=asked)
     return parser

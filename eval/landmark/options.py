@@ -52,7 +52,7 @@ class _Choice:
     ] = 2
 
     def check(self, length: int, where: str) -> None:
-        """Raise UserError if a row of so many tokens has no block to choose."""
+        """Raise UserError if a row of this number of tokens has no block to select."""
         largest, most = max(self.blocks), length // (self.local + 1)
         if largest > most:
             raise UserError(
@@ -69,23 +69,27 @@ class Grid(_Choice):
     select: Annotated[
         tuple[str, ...],
         Option(
-            f"of {', '.join(SELECTORS)}",
+            f"selectors to compare, from {', '.join(SELECTORS)}",
             metavar="LIST",
             kind=comma_separated(selector, "box,local"),
         ),
     ] = tuple(name for name in SELECTORS if name not in LEARNED)
     calibrate: Annotated[
         str | None,
-        Option("prepared data that selectors are learned from", metavar="DATA", kind=path_name),
+        Option("prepared data to train selectors on", metavar="DATA", kind=path_name),
     ] = None
     tokens: Annotated[
         int | None,
-        Option(f"to learn from (default: {TOKENS:,})", numbers.TOKENS.at_least(1), metavar="N"),
+        Option(
+            f"tokens to train selectors on (default: {TOKENS:,})",
+            numbers.TOKENS.at_least(1),
+            metavar="N",
+        ),
     ] = None
     state: Annotated[
         int | None,
         Option(
-            f"numbers of state of a channel of --select ssm (default: {STATE})",
+            f"state size per channel of --select ssm (default: {STATE})",
             numbers.CONV_STATE.at_least(1),
             metavar="N",
         ),
@@ -94,7 +98,7 @@ class Grid(_Choice):
         int | None, Option("score at most N tokens", numbers.SCORED_TOKENS, metavar="N")
     ] = None
     batch_tokens: Annotated[
-        int, Option("tokens of a forward pass", numbers.BATCH_TOKENS, metavar="N")
+        int, Option("tokens per forward pass", numbers.BATCH_TOKENS, metavar="N")
     ] = 8192
 
     @property
@@ -108,12 +112,25 @@ class Grid(_Choice):
 class Questions(_Choice):
     """The options of a diagnosis: number and length of windows, and queries in each."""
 
-    length: Annotated[int, Option("tokens that the model reads", numbers.CONTEXT, metavar="N")]
-    windows: Annotated[int, Option("of the text", numbers.Range(1, 10**6), metavar="N")] = 8
-    queries: Annotated[int, Option("of each window", numbers.CONTEXT, metavar="N")] = 64
-    blocks: Annotated[tuple[int, ...], _list("tokens of a block", "8,16")] = (8, 16, 32, 64)
-    top_k: Annotated[tuple[int, ...], _list("blocks chosen", "1,2")] = (1, 2, 4, 8, 16)
+    length: Annotated[
+        int, Option("tokens per window that the model reads", numbers.CONTEXT, metavar="N")
+    ]
+    windows: Annotated[
+        int, Option("number of windows of the text", numbers.Range(1, 10**6), metavar="N")
+    ] = 8
+    queries: Annotated[
+        int, Option("number of queries of each window", numbers.CONTEXT, metavar="N")
+    ] = 64
+    blocks: Annotated[tuple[int, ...], _list("numbers of tokens per block", "8,16")] = (
+        8,
+        16,
+        32,
+        64,
+    )
+    top_k: Annotated[tuple[int, ...], _list("numbers of selected blocks", "1,2")] = (1, 2, 4, 8, 16)
     wanted: Annotated[
         float,
-        Option("part of what dense attention finds", numbers.FRACTION, metavar="SHARE"),
+        Option(
+            "fraction of the attention mass of dense attention", numbers.FRACTION, metavar="SHARE"
+        ),
     ] = 0.9

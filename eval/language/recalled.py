@@ -167,13 +167,15 @@ def score_recalled(
 
     Args:
         folder: the exported model, which computes in `dtype` on `device`.
-        data: prepared; its validation split is scored, pairs are counted in its training split.
-        documents, longest: how many of at least so many tokens, up to which each is scored.
-        length: of windows; skip: tokens at the beginning, where no scored document begins.
+        data: prepared data; the validation split is scored, and pairs are counted in train.
+        documents: number of documents to score.
+        longest: their minimum number of tokens, up to which each is scored.
+        length: tokens per window.
+        skip: number of tokens at the beginning in which no scored document begins.
 
     Returns:
-        Slice -> loss (None where it is not finite or nothing is in it), that of counts alone,
-        and the tokens and nats of each document.
+        For each slice the loss (None if it is empty or not finite), the loss of a bigram count
+        model, and the tokens and nats of each document.
     """
     from cat_lm.pretrained.loading import load_model
 

@@ -35,7 +35,11 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m eval.length_sweep", description="Perplexity against context length."
     )
     parser.add_argument(
-        "models", nargs="+", type=path_name, metavar="MODEL", help="transformers or run folder"
+        "models",
+        nargs="+",
+        type=path_name,
+        metavar="MODEL",
+        help="transformers folder or run folder of a model",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     text = "UTF-8 text; wikitext: WikiText-2 raw (test), page by page as eval.zero_shot has it"

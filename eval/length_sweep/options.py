@@ -35,16 +35,21 @@ class Options:
     data: Path | str | None = None
     split: Annotated[
         Literal["validation", "test"] | None,
-        Option("of --data (default: validation; raw bytes have a test)"),
+        Option("split of --data (default: validation; raw bytes have test)"),
     ] = None
     lengths: Annotated[
         tuple[int, ...],
-        Option("of windows, in tokens", numbers.CONTEXT, metavar="256,512,...", example="256,512"),
+        Option(
+            "lengths of windows, in tokens",
+            numbers.CONTEXT,
+            metavar="256,512,...",
+            example="256,512",
+        ),
     ]
     methods: Annotated[
         tuple[str, ...],
         Option(
-            "of none,pi,pi+temperature,yarn (rotary positions) and none,temperature (without); "
+            "none,pi,pi+temperature,yarn (rotary positions) or none,temperature (without); "
             "all: those that exist for each model; paper: those of the paper's figure",
             kind=comma_separated(str.strip, "none,yarn"),
         ),
@@ -62,14 +67,19 @@ class Options:
     ] = None
     data_dir: Annotated[
         Path | None,
-        Option("of --text wikitext: DIR/wikitext.jsonl, no network", kind=path, metavar="DIR"),
+        Option(
+            "folder with wikitext.jsonl for --text wikitext, without network",
+            kind=path,
+            metavar="DIR",
+        ),
     ] = None
     documents: Annotated[
         Literal["concatenated", "per-document"] | None,
         Option("whether windows cross the ends of documents (default: they do)"),
     ] = None
     document_separator: Annotated[
-        str | None, Option("between the documents of --text", metavar="REGEX")
+        str | None,
+        Option("regular expression that separates the documents of --text", metavar="REGEX"),
     ] = None
     min_document_tokens: Annotated[
         int | None,
@@ -94,7 +104,7 @@ class Options:
         int | None, _count("default: what the model's folder says", numbers.CONTEXT)
     ] = None
     dtype: Annotated[Dtype, Option(HELP)] = "auto"
-    device: Annotated[str, Option("auto, cpu, cuda, cuda:1, …")] = "auto"
+    device: Annotated[str, Option("device: auto, cpu, cuda, cuda:1, …")] = "auto"
     batch_tokens: Annotated[int, _count("tokens per forward pass", numbers.BATCH_TOKENS)] = 8192
 
     @property

@@ -84,7 +84,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     tasks, mixers = ", ".join(TASKS.names()), ", ".join((*VARIANTS, *registry.names()))
     add("--task", required=True, help=f"{tasks}; options as listops:max_length=200")
     add("--mixer", required=True, help=f"{mixers}; options as las:chunk=128,position=none")
-    add("--out", type=output_path, required=True, metavar="DIR", help="results")
+    add("--out", type=output_path, required=True, metavar="DIR", help="folder for the results")
     add(
         "--direction",
         choices=("causal", "both"),
@@ -95,7 +95,7 @@ def _add_run(commands: argparse._SubParsersAction) -> None:
     # What is left out is the task's: only options that were given reach the cell.
     add_options(parser, Cell, defaults=dict.fromkeys(recipe_of(""), argparse.SUPPRESS))
     add("--shuffle-labels", action="store_true", help="a control: train with other rows' labels")
-    add("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    add("--device", default="auto", help="device: auto, cpu, cuda, cuda:1, …")
     _add_place(parser)
     parser.set_defaults(run=_run)
 

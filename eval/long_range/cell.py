@@ -76,7 +76,7 @@ def fitted(mixer: str, task: str) -> str:
 
 
 _RECIPE = "(default: the task's in the paper)"
-_ROWS = Option("so many of the task's", numbers.ROWS)
+_ROWS = Option("number of rows to use; default: all of the task", numbers.ROWS)
 
 
 class CellRecord(Versioned):
@@ -135,7 +135,11 @@ class Cell(cell.Cell):
         ),
     ] = None
     eval_steps: Annotated[
-        int | None, Option("validate within epochs too", numbers.STEPS.at_least(1))
+        int | None,
+        Option(
+            "steps between validations within an epoch; default: only after epochs",
+            numbers.STEPS.at_least(1),
+        ),
     ] = None
     train_rows: Annotated[int | None, _ROWS] = None
     validation_rows: Annotated[int | None, _ROWS] = None

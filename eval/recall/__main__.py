@@ -36,7 +36,7 @@ def main() -> None:
     run.add_argument("--task", required=True, help=f"{tasks}; options as mqar:keys=8,filler=zeros")
     run.add_argument("--mixer", required=True, help=f"{known}; options as cat:streams=k")
     add_options(run, Cell)
-    run.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
+    run.add_argument("--device", default="auto", help="device: auto, cpu, cuda, cuda:1, …")
     tradeoff = commands.add_parser(
         "tradeoff",
         help="simulate how landmarks trade blocks that are read for recall",
@@ -53,7 +53,9 @@ def main() -> None:
     )
     add_options(theory, Simulations)
     for each, call in ((run, _run), (tradeoff, _tradeoff), (theory, _theory)):
-        each.add_argument("--out", type=output_path, required=True, metavar="DIR", help="results")
+        each.add_argument(
+            "--out", type=output_path, required=True, metavar="DIR", help="folder for the results"
+        )
         each.set_defaults(run=call)
     arguments = parser.parse_args()
     check_output(arguments.out)

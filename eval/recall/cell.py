@@ -86,7 +86,7 @@ class Cell(FilterCell):
     task: str
     mixer: str
     d_model: Annotated[int, Option("model width", numbers.SMALL_WIDTH)]
-    seq_len: Annotated[int, Option("tokens that a model reads", numbers.SMALL_CONTEXT)]
+    seq_len: Annotated[int, Option("tokens per sequence", numbers.SMALL_CONTEXT)]
     lr: Annotated[float, Option("learning rate", numbers.LEARNING_RATE, above=0)] = 1e-2
     seed: Annotated[int, Option(range=numbers.SEED)] = 0
     epochs: Annotated[int, Option(range=numbers.EPOCHS)] = 64
@@ -94,16 +94,20 @@ class Cell(FilterCell):
     test_examples: Annotated[int, _ROWS] = 3_000
     validation_examples: Annotated[int, _ROWS] = 1_000
     layers: Annotated[
-        int | None, Option("blocks (default: the mixer's in the paper)", numbers.SMALL_DEPTH)
+        int | None,
+        Option("number of blocks (default: the mixer's in the paper)", numbers.SMALL_DEPTH),
     ] = None
     batch_size: Annotated[
-        int | None, Option("rows (default: Zoology's at that length)", numbers.BATCH)
+        int | None, Option("rows per batch (default: Zoology's at this length)", numbers.BATCH)
     ] = None
-    weight_decay: Annotated[float, Option("on all parameters", numbers.WEIGHT_DECAY)] = 0.1
+    weight_decay: Annotated[
+        float, Option("weight decay of all parameters", numbers.WEIGHT_DECAY)
+    ] = 0.1
     stop_above: Annotated[
         float | None,
         Option(
-            "on validation rows, which then also choose the step whose model is tested; above 1: "
+            "accuracy on validation rows that stops the training; they then also choose the step "
+            "whose model is tested; above 1: "
             "choose only; none: a fixed budget, whose last model is tested",
             numbers.STOP_ACCURACY,
             word="none",
@@ -112,19 +116,21 @@ class Cell(FilterCell):
     ] = 0.99
     eval_steps: Annotated[
         int | None,
-        Option("validate within epochs too, every so many steps", numbers.STEPS.at_least(1)),
+        Option("steps between validations within an epoch", numbers.STEPS.at_least(1)),
     ] = None
     test_lengths: Annotated[
         tuple[int, ...],
-        Option("also test there", numbers.SMALL_CONTEXT, metavar="32,64,…", example="64,256"),
+        Option(
+            "further lengths to test at", numbers.SMALL_CONTEXT, metavar="32,64,…", example="64,256"
+        ),
     ] = ()
     fixed_items: Annotated[
-        bool, Option("at longer lengths also test with as many keys as in training")
+        bool, Option("at longer lengths also test with the number of keys in training")
     ] = False
     embedding_dropout: Annotated[
         float | None,
         Option(
-            "of the embeddings (default: as Zoology's block has it: 0.1, Mamba's none)",
+            "dropout of the embeddings (default: as Zoology's block has it: 0.1, Mamba's none)",
             numbers.DROPOUT,
         ),
     ] = None

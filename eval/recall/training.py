@@ -205,7 +205,7 @@ class Stack:
 
 
 def stacked_step(cell: Cell, size: int, device: str) -> Callable[[int], object]:
-    """Make the call that takes a step of so many rows of a stack."""
+    """Return a function that trains one step of this number of rows of a stack."""
     stack = Stack([Trial(cell, device) for _ in range(size)])
     return lambda rows: stack.update([trial.imitate(rows) for trial in stack.trials])
 

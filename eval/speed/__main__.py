@@ -79,9 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     _add_decode(benchmarks.add_parser("decode", help="greedy decoding with and without the cache"))
     for parser_ in benchmarks.choices.values():
         add = parser_.add_argument
-        add("--device", default="auto", help="auto, cpu, cuda, cuda:1, …")
-        add("--threads", type=whole(numbers.CORES), metavar="N", help="of a CPU; default: all")
-        add("--json", type=output_file, metavar="FILE", help="where to write the record")
+        add("--device", default="auto", help="device: auto, cpu, cuda, cuda:1, …")
+        add(
+            "--threads",
+            type=whole(numbers.CORES),
+            metavar="N",
+            help="number of CPU threads; default: all cores",
+        )
+        add("--json", type=output_file, metavar="FILE", help="file for the record")
     return parser
 
 
@@ -99,7 +104,12 @@ def _add_conv(parser: argparse.ArgumentParser) -> None:
     add("--shape", type=shape, action="append", metavar="B,T,H,D", help=shapes)
     _add_list(add, "--dtype", names(DTYPES), DTYPES, dtypes)
     _add_list(add, "--kernels", names(KERNELS), KERNELS[1:], kernels)
-    add("--repeats", type=_REPEATS, metavar="N", help="default: 10 on a CPU, 100 on a GPU")
+    add(
+        "--repeats",
+        type=_REPEATS,
+        metavar="N",
+        help="number of rounds (default: 10 on a CPU, 100 on a GPU)",
+    )
 
 
 def _add_list(
@@ -112,17 +122,17 @@ def _add_model(
     parser: argparse.ArgumentParser, known: tuple[str, ...], batch_size: int, repeats: int
 ) -> None:
     usual = default_models(known)
-    text = f"of {', '.join(known)}; or all (default: {', '.join(usual)})"
+    text = f"models to time, from {', '.join(known)}; or all (default: {', '.join(usual)})"
     add = parser.add_argument
     _add_list(add, "--models", names(known, every="all"), usual, text)
     add("--size", choices=SIZES, default="small")
     sizes = {"hidden-size": numbers.HIDDEN_SIZE, "layers": numbers.LAYERS, "heads": numbers.HEADS}
     for name, allowed in sizes.items():
-        add(f"--{name}", type=whole(allowed), metavar="N", help="default: the size's")
+        add(f"--{name}", type=whole(allowed), metavar="N", help="default: that of --size")
     add("--vocab-size", type=whole(numbers.VOCABULARY), default=VOCAB_SIZE, metavar="N")
     add("--window", type=whole(numbers.WINDOW), default=21, metavar="W")
     add("--batch-size", type=whole(numbers.BATCH), default=batch_size, metavar="N")
-    text = f"default: {repeats}"
+    text = f"number of rounds (default: {repeats})"
     add("--repeats", type=_REPEATS, default=repeats, metavar="N", help=text)
     add("--dtype", choices=DTYPES, default="float32")
     add("--attention", choices=("sdpa", "eager", "flash_attention_2"), default="sdpa")
@@ -131,19 +141,24 @@ def _add_model(
 def _add_train(parser: argparse.ArgumentParser) -> None:
     _add_model(parser, tuple(models()), batch_size=4, repeats=5)
     add = parser.add_argument
-    add("--context-length", type=whole(numbers.CONTEXT), metavar="N", help="default: the size's")
+    add(
+        "--context-length",
+        type=whole(numbers.CONTEXT),
+        metavar="N",
+        help="tokens per sequence; default: that of --size",
+    )
     add(
         "--optimizer",
         action="store_true",
-        help="the whole step of `train.py`: its engine, gradients accumulated and clipped, AdamW "
+        help="time the whole step of `train.py`: engine, gradients accumulated and clipped, AdamW "
         "with its moments in fp32",
     )
-    add("--compile", action="store_true", help="under torch.compile")
+    add("--compile", action="store_true", help="compile the models with torch.compile")
     add(
         "--peak-tflops",
         type=number(numbers.TFLOPS),
         metavar="X",
-        help="of the device in this dtype, for MFU (default: by its name in bf16)",
+        help="peak TFLOP/s of the device in this dtype, for MFU (default: by its name in bf16)",
     )
 
 

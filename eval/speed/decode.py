@@ -49,7 +49,7 @@ class DecodeCase:
     uncached_tokens: int
 
     def lengths_after(self, prompt: int) -> range:
-        """Return the lengths of keys that decoding after so many tokens meets."""
+        """Return the numbers of keys in the steps of decoding after this number of tokens."""
         # Without the cache the last pass is over one token less than there are then.
         return range(prompt, prompt + max(self.cached_tokens, self.uncached_tokens))
 

@@ -220,7 +220,7 @@ def _run_step(case: TrainCase, name: str, model: nn.Module, ranks: Ranks) -> Cal
 
 
 class _LibraryModel(nn.Module):
-    """transformers' own class under the engine's keywords, of which it knows not all."""
+    """A model of transformers that accepts the engine's keywords, and ignores those it lacks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -26,11 +26,11 @@ def choose(
     """Choose the backend of an operator on a device.
 
     Args:
-        operator: what it is called.
+        operator: its name in messages.
         backend: auto, or the name of a backend that must serve.
-        why_not: a backend's name to why it cannot serve, as a clause; None where it can.
-        fast: those that `auto` tries there, the fastest first.
-        slow: the one that serves everywhere.
+        why_not: returns for a backend's name why it cannot run, as a clause, or None.
+        fast: backends that `auto` tries on the device, the fastest first.
+        slow: the backend that runs everywhere.
 
     Raises:
         ValueError: the backend asked for cannot serve.

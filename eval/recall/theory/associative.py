@@ -88,7 +88,7 @@ class Construction:
         return float(torch.pdist(self.embeddings).min())
 
     def windows(self, length: int) -> tuple[Tensor, Tensor]:
-        """Return all windows of so many tokens after zeros, oldest first, and their signatures."""
+        """Return all windows of `length` tokens after zeros, and their signatures, oldest first."""
         count = len(self.embeddings)
         tokens = torch.tensor(list(itertools.product(range(count), repeat=length)))
         taps = self.filters[:length]
@@ -305,7 +305,7 @@ def seed_with_near_window(size: Size, ngram: int, first: int) -> int:
 
 
 def causality(rows: int, seed: int = 0, ngram: int = 2, length: int = 32) -> Claim:
-    """Show whose output at a query depends on the tokens after it."""
+    """Return the claim on which constructions read tokens after the query."""
     construction = Construction.draw(ngram, seed)
     count = SIZES[0].vocabulary
     generator = torch.Generator().manual_seed(seed)

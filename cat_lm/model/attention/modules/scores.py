@@ -69,7 +69,7 @@ class ScoreModule(nn.Module):
         raise NotImplementedError
 
     def separates(self, queries: int, dtype: torch.dtype, implementation: str) -> bool:
-        """Return True if so many new queries of a row are scaled by factors instead of scored.
+        """Return True if this number of queries per row is scaled by factors instead of scored.
 
         Args:
             dtype: in which q·k is computed.
