@@ -398,7 +398,7 @@ def _check_score(module: ScoreModule, form: str, heads: int) -> None:
         at = time[None, None]
         of_query, of_key = module.separated(at, at, head[..., 0], logits.dtype, *module())
         wanted = logits * of_query[..., None] * of_key[..., None, :]
-    # Later keys are masked: what is made of their logits is nothing.
+    # Compare no later keys: attention masks them, whatever their scores are.
     _check_same(
         score.tril(), wanted.tril(), f"makes other scores of logits than form={form!r} says"
     )

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import opened, write_sealed
+from cat_lm.core.files import unseal, write_sealed
 from data_prep.assemble import shards
 from data_prep.encode import parts
 from tests.conftest import write_jsonl
@@ -33,7 +33,7 @@ def test_a_damaged_part_is_noticed_and_made_again(tmp_path, sets, expected, prep
 def test_records_of_another_version_are_refused(tmp_path, sets, expected, prepare, name):
     out = prepare(tmp_path / "out", *set_flags(sets, *WISHES, "--stage", "encode"))
     path = out / "unfinished/parts" / f"{name}.json"
-    record, _ = opened(json.loads(path.read_text()))
+    record, _ = unseal(json.loads(path.read_text()))
     del record["format"]
     write_sealed(path, record)
     said = rf"{name}\.json: has no format, must be 1: .*; delete {path.parent}$"

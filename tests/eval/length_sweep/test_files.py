@@ -9,7 +9,7 @@ import shutil
 import pytest
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.files import opened, write_sealed
+from cat_lm.core.files import unseal, write_sealed
 from cat_lm.export import export_model
 from cat_lm.pretrained.loading import load_tokenizer
 from eval.length_sweep import cells as length_sweep_cells
@@ -60,7 +60,7 @@ def test_files_hold_the_rows(models, tiny_corpus, tmp_path, monkeypatch):
 def test_cell_of_another_version_is_refused_and_kept(models, text, tmp_path):
     sweep([models["nope"]], [32], tmp_path, text=text)
     [cell] = (tmp_path / "cells").glob("*.json")
-    values, _ = opened(json.loads(cell.read_text()))
+    values, _ = unseal(json.loads(cell.read_text()))
     write_sealed(cell, values | {"format": 2})
     written = cell.read_bytes()
     with pytest.raises(UserError, match=rf"{cell.name}: .*format.*, must be 1: another version"):
