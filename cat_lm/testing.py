@@ -341,7 +341,8 @@ def _check_reading(
     y = compute(x)
     _check_same(compute(x[:, :CUT]), y[:, :CUT], "reads later tokens")
     _check_same(compute(x[1:]), y[1:], "reads other rows")
-    before, after = torch.ones(2, ROWS, TIME, dtype=torch.bool)  # padding stands so to tokens
+    # Masks with padding before the tokens, and after them.
+    before, after = torch.ones(2, ROWS, TIME, dtype=torch.bool)
     before[0, :2] = after[1, 2:CUT] = False
     ended = before.clone()
     ended[1, CUT + 1 :] = False

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ROWS = 4  # windows per step
 QUERIES = 64  # queries per window that landmarks are trained on
-LEARNING_RATE = 1e-2  # at the first step; it decays linearly to 0
+LEARNING_RATE = 1e-2  # that of the first step; it decays linearly to 0
 
 
 def calibrate(

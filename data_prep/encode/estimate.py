@@ -17,7 +17,7 @@ from data_prep.sources.base import task_units
 
 DISK_MARGIN = 1.1
 INDEX_BYTES = 20  # bytes per document in an .idx
-FAR_BEYOND = 10  # times the estimated tokens; no estimate is wrong by as much
+FAR_BEYOND = 10  # a multiple of the estimated tokens that no estimate is wrong by
 READ_BYTES_PER_SECOND = 100e6  # bytes of text that a core reads, parses and hashes
 
 

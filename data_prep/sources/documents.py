@@ -338,7 +338,8 @@ def _read_parquet_rows(
             columns = [column for column in names if column in wanted]
             for batch in file.iter_batches(batch_size=PARQUET_ROWS, columns=columns):
                 yield from _read_rows(batch)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # or of a column name
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        # UnicodeDecodeError: a column's name is not UTF-8.
         if getattr(error, "errno", None):  # Errors of the disk have a number.
             raise
         raise UserError(f"{path}: broken parquet file ({_one_line(str(error))})") from None

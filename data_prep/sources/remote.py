@@ -15,7 +15,7 @@ from fsspec.spec import AbstractBufferedFile
 
 from cat_lm.core.errors import UserError, reason_of, retrying, status_of
 
-RETRIES = 8  # with the waits of cat_lm.core.errors about four minutes without progress
+RETRIES = 8  # with the waits of cat_lm.core.errors, about four minutes without progress
 READ_AHEAD = 1 << 24  # bytes per request, about a file of SlimPajama
 TRANSIENT_STATUS = {408, 425, 429, 500, 502, 503, 504}
 HTTP_LIBRARIES = {"aiohttp", "httpcore", "httpcore2", "httpx", "httpx2", "requests", "urllib3"}

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 Record = dict[str, Any]  # The record of a cell.
 Found = Sequence[tuple[Run, Record, Choice]]
 Line = dict[str, Any]
-# A run and its record -> x, or (row, column, x) of a cell that stands in several panels -> what was
-# measured there; `value` is what models are compared by, `documents` are those that it is over.
+# Returns what a run and its record have measured at each place: the place is x, or (row, column, x)
+# where a cell is in several panels. Models are compared by `value`, for which `documents` has the
+# nats and tokens of single documents.
 Values = Callable[[Run, Record], Mapping[Any, Mapping[str, Any]]]
 
 

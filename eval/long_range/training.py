@@ -54,7 +54,7 @@ class Trial(training.Trial):
         self._order: np.ndarray | None = None
         self.schedule = None
         if cell.patience is not None:
-            # Not relative to the best, of which R² may be below 0.
+            # An absolute threshold: a relative one has the wrong sign where R² is below 0.
             self.schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
                 self.optimizer, "max", FACTOR, cell.patience, 1e-4, threshold_mode="abs"
             )

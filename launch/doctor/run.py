@@ -74,7 +74,7 @@ def run_memory(config: RunConfig) -> Iterator[Finding]:
     from cat_lm.training.preflight.facts import free_memory
 
     device, config = _device(), config.with_precision(precision_here(config))
-    # The fewest possible ranks.
+    # The number of ranks is unknown: assume the fewest possible, sequence_parallel.
     vocab_size, ranks = vocabulary(config)[0], config.train.sequence_parallel
     parameters = num_parameters(config, vocab_size)
     free, problem, on_gpu = free_memory(device), None, device.type == "cuda"

@@ -389,7 +389,7 @@ def implementation_problems(model: Any, implementation: str | None) -> list[str]
 
 
 def usual_implementation(model: Any) -> str | None:
-    """Return the default `attn_implementation` of a model; None for transformers' usual one."""
+    """Return a model's default `attn_implementation`; None if transformers' default serves."""
     able = [entry.implementations for entry in chosen_entries(model).values()]
     served = [set(names) for names in able if names is not None]
     common = set.intersection(*served) if served else {"sdpa"}

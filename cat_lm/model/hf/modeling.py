@@ -106,7 +106,7 @@ class PreTrainedMixin(InitialValuesMixin):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load as in transformers; the library's files too."""
+        """Load as transformers does, also from files of the library's own model class."""
         name_or_path, config = pretrained_model_name_or_path, kwargs.get("config")
         if not isinstance(config, cls.config_class):
             hub = {key: kwargs[key] for key in _HUB_OPTIONS if key in kwargs}

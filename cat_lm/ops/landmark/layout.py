@@ -146,7 +146,7 @@ def take_slots(x: Tensor, slots: Tensor) -> Tensor:
     """Take rows of x [B, H, S, D] at slots [R, …], which are alike for all heads: [B, H, …, D]."""
     batch, heads, keys, width = x.shape
     shape, tokens = slots.shape[1:], x.transpose(1, 2)
-    if tokens.is_contiguous():  # as projections give them: one index is all of a token's heads
+    if tokens.is_contiguous():  # Projections give this layout: take all heads of a token at once.
         firsts = keys * torch.arange(batch, device=slots.device)[:, None]
         taken = tokens.flatten(0, 1).index_select(0, (slots.flatten(1) + firsts).flatten())
         return taken.view(batch, *shape, heads, width).movedim(-2, 1)

@@ -71,7 +71,8 @@ def segments_of(selected: Tensor, layout: BlockLayout, local: int) -> tuple[Tens
     far = starts.gather(3, selected.clamp(min=0).long())
     back = torch.arange(local - 1, -1, -1, device=selected.device)
     positions = layout.positions[..., None]  # [R, T, 1]
-    behind = positions % block + back * block  # of the segment's first key, behind the query
+    # The distance from the query back to the first key of each segment.
+    behind = positions % block + back * block
     lengths = torch.where(behind <= positions, behind + 1, 0).clamp(max=block)
     # A padding token sees itself.
     is_own = (back == 0).expand_as(behind)
@@ -92,7 +93,7 @@ def tile_segments(firsts: Tensor, lengths: Tensor, keys: int, tile: int) -> Tile
     code = torch.where(lengths > 0, group * keys + firsts, -1).flatten()
     pairs, codes = tiles_of(code, groups * keys, tile)
     pairs = torch.where(pairs == code.shape[0], -1, pairs)
-    if is_fake(codes):  # of each tile another block
+    if is_fake(codes):  # Without values, assume that every tile has a block of its own.
         return Tiles(pairs, lengths.contiguous(), codes, codes, codes, codes)
     _, run, counts = codes.unique_consecutive(return_inverse=True, return_counts=True)
     longest = torch.where(pairs < 0, 0, lengths.flatten()[pairs.clamp(min=0)]).amax(dim=1)
@@ -111,7 +112,7 @@ def tiles_of(chosen: Tensor, blocks: int, tile: int) -> tuple[Tensor, Tensor]:
         Numbers within `chosen` [tiles, tile], N for none, and the tiles' blocks [tiles], ascending.
     """
     count = chosen.shape[0]
-    if is_fake(chosen):  # as many as there are if the last tile of each block is half empty
+    if is_fake(chosen):  # Without values, assume that the last tile of each block is half full.
         tiles = -(-count // tile) + blocks // 2
         return chosen.new_empty(tiles, tile), chosen.new_empty(tiles)
     order = torch.where(chosen < 0, blocks, chosen).argsort(stable=True)

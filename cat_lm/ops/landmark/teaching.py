@@ -82,7 +82,8 @@ def _sums_by_block(weights: Tensor, layout: BlockLayout) -> Tensor:
     if layout.documents is None or count > FEW_BLOCKS:
         return layout.blocks_of(weights.mT).sum(dim=3).mT
     blocks = torch.arange(count, device=weights.device)
-    is_of = layout.key_blocks(time)[:, :, None] == blocks  # a product with it is a sum by blocks
+    # A product with this matrix of zeros and ones sums over the keys of each block.
+    is_of = layout.key_blocks(time)[:, :, None] == blocks
     with without_autocast(weights):
         sums = weights.flatten(1, 2) @ is_of.to(weights.dtype)
     return sums.unflatten(1, weights.shape[1:3])

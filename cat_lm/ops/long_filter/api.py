@@ -132,7 +132,7 @@ def continued(
     outputs, after = long_conv(
         x, modes, bias, initial_state=before, return_state=True, backend=backend
     )
-    if padding_mask is not None:  # wherever it is: to look would make the host wait for a GPU
+    if padding_mask is not None:  # Even if nothing is padded: a look would wait for the GPU.
         trailing = (padding_mask.flip(1).cumsum(1) == 0).sum(1)
         after = state_after(x, modes, x.shape[1] - trailing, before)
     return outputs, after

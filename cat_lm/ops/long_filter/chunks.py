@@ -133,7 +133,8 @@ def forward(
     inputs = _split_chunks(x, length, dtype)
     taps, read, write, carry = document_factors(positions, length, dtype)
     added = _apply(chunk.write, write, inputs)
-    kept = added.new_empty(added.shape)  # an einsum's axes lie anyhow, and graphs count on these
+    # A contiguous tensor, unlike the einsum's: compiled graphs rely on the strides.
+    kept = added.new_empty(added.shape)
     state = initial.to(dtype)
     for number in range(inputs.shape[1]):
         kept[:, number] = state

@@ -203,7 +203,7 @@ def _add_product(d_weight: Tensor, d_logits: Tensor, inputs: Tensor) -> None:
     """Add a chunk's contribution to the gradient of the weight [V, C]."""
     if d_logits.dtype == d_weight.dtype:
         d_weight.addmm_(d_logits.T, inputs)
-    elif d_logits.is_cuda:  # only there: products of half precision that are added in fp32
+    elif d_logits.is_cuda:  # Only CUDA adds a product of half precision to fp32.
         torch.addmm(d_weight, d_logits.T, inputs, out_dtype=d_weight.dtype, out=d_weight)
     else:
         d_weight += d_logits.T @ inputs

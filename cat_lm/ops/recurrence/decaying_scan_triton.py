@@ -17,10 +17,10 @@ from torch import Tensor
 from cat_lm.ops.runtime.triton_launch import cdiv, next_power_of_2, on_device_of
 
 COLUMNS = 32  # the most columns of a state per program
-_NUMBERS = 512  # of a state that a warp has: 16 registers a thread for each array of them
+_NUMBERS = 512  # elements of a state per warp, which take 16 registers per thread and array
 # Sizes that differ from call to call: nothing is compiled anew for those that 16 divides, or 1.
 VARYING = ("rows", "model_rows", "time")
-_WARPS = 8  # of a program at most; with more keys than fit it has fewer columns
+_WARPS = 8  # the most warps per program; a state with many keys gets fewer columns instead
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def backward_kernel(
         count = tl.minimum(SCAN.every, time - start)
         kept = ((row * blocks + start // SCAN.every) * heads + head) * keys * values
         state = tl.load(kept_ptr + kept + state_at, inside, 0.0)
-        tl.debug_barrier()  # the states of the block worked on before have been read
+        tl.debug_barrier()  # Overwrite the last block's states only after all threads read them.
         for i in range(count):
             tl.store(scratch_ptr + i * SCAN.keys * SCAN.columns, state)
             at = (row * time + start + i) * heads + head

@@ -296,7 +296,7 @@ class _References:
         elif isinstance(node, ast.ListComp | ast.SetComp | ast.GeneratorExp | ast.DictComp):
             hidden = hidden | set(_stored(node))
         elif isinstance(node, ast.ClassDef):
-            # A field may have the name of a module, which it is not.
+            # A field may be named like a module without being a use of it.
             assigned = (part for part in node.body if isinstance(part, ast.Assign | ast.AnnAssign))
             for part in assigned:
                 self._fields.update(getattr(part, "targets", None) or [part.target])

@@ -63,7 +63,8 @@ def check(
     hosts = ranks.gather(host_name())
     leads = hosts.index(hosts[ranks.rank]) == ranks.rank  # One rank checks what its host shares.
     probe = facts.Probe(output, ranks.broadcast(secrets.token_hex(8)), hosts[0])
-    # A node that looks for the folder before it is made would not see it for some time.
+    # Rank 0 makes the folder before others look: a node would remember for a while that it is
+    # missing.
     existed, written = ranks.broadcast(ranks.is_first and (os.path.exists(output), probe.write()))
     try:
         read = (lambda note: data.read_data(config, note)) if leads else None

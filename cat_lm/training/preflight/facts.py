@@ -55,8 +55,8 @@ class Facts:
     gpu_memory: int  # total bytes of the GPU; 0 on a CPU
     host_memory: int  # free bytes of the host
     data: OpenedData | None = None
-    free_disk: int | None = None  # bytes in the run's folder
-    checkpoints: int = 0  # complete ones in the folder, at most checkpoint.keep_last; rank 0 only
+    free_disk: int | None = None  # free bytes where the run's folder is
+    checkpoints: int = 0  # complete ones there, at most checkpoint.keep_last; on rank 0 only
     problems: list[Problem] = field(default_factory=list)  # problems of data, folder and kernels
 
 

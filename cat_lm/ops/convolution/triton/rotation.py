@@ -96,7 +96,7 @@ def rotate_into(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor, back: bool = Fal
     rotary, half = rotated(cos), next_power_of_2(rotated(cos) // 2)
     passed = 0 if x is y or width == rotary else min(64, 2 * half)
     compiled = RotationConstants(rotary, max(1, ELEMENTS // half), half, passed, back)
-    if x is y:  # said to be no more than what is touched
+    if x is y:  # The kernel writes only these channels; count no more as changed.
         x = y = y[..., :rotary]
     with on_device_of(x):
         rotate_kernel[(batch * cdiv(time * heads, compiled.rows),)](
