@@ -97,9 +97,9 @@ def test_what_is_killed_while_it_is_moved_is_not_made_again(
     out = prepare(tmp_path / "out", *set_flags(sets))
     then, real = set_flags(sets, "--sets", "Small", "--overwrite"), output_folder.OutputFolder
 
-    def killed(folder, move_up=real._move_up):
+    def killed(folder, replace=real._replace_data):
         if is_moved:
-            move_up(folder)
+            replace(folder)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
