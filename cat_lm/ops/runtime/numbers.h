@@ -20,9 +20,8 @@ template <> inline float convert<float, bf16>(bf16 value) {
 }
 template <> inline bf16 convert<bf16, float>(float value) {
   const uint32_t u = as_bits(value);
-  const uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;  // to nearest, ties to even
-  const bool nan = (u & 0x7fffffff) > 0x7f800000;
-  return {uint16_t(nan ? (u >> 16) | 0x40 : rounded)};
+  const uint32_t rounded = u + 0x7fff + ((u >> 16) & 1);  // to nearest, ties to even
+  return {uint16_t((value == value ? rounded : 0x7fc00000u) >> 16)};  // NaN stays NaN
 }
 template <> inline float convert<float, fp16>(fp16 value) {
   const uint32_t magnitude = value.bits & 0x7fff, sign = uint32_t(value.bits & 0x8000) << 16;
