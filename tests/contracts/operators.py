@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cat_lm import ops
+from cat_lm.ops.activation.gelu import gelu_with_bias
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.step import can_step, convolve_step
 from cat_lm.ops.long_filter import api as long_filter_api

@@ -17,6 +17,7 @@ from tests.contracts.operators import (
     INTERPRETED,
     convolution_backends,
     decaying_scan,
+    gelu_with_bias,
     linear_cross_entropy,
     long_conv,
     long_filters,
@@ -52,6 +53,7 @@ def results(backend: str) -> Iterator[Tensor]:
         taps, qkv = torch.randn(2, 3, **leaves), torch.randn(1, 4, 2, 3, 16, **leaves)
         yield sum(ops.head_conv_qkv(qkv, (taps, None, taps), rotary=rotary, backend=backend))
     if backend == "reference":
+        yield gelu_with_bias(x, bias[0])
         numbers = long_filters.get("ssm").start_as("uniform", 2, 4).requires_grad_()
         modes = long_filters.get("ssm").modes_of(numbers, 4)
         yield long_conv(x, modes, document_ids=ids, length=2)

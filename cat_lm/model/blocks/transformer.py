@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 from cat_lm.model.attention.core import AttentionMixin, rename_library_parameters
 from cat_lm.model.attention.settings import AttentionSettings
+from cat_lm.model.blocks.mlp import CatMLP
 from cat_lm.model.context import Context
 from cat_lm.model.streams.pipeline import StreamPipeline
 from cat_lm.model.streams.short_convolution import CanonBlock
@@ -91,6 +92,7 @@ class CatLayer(CanonBlock, GPTNeoXLayer):
     def __init__(self, config: AttentionSettings, layer_idx: int):
         super().__init__(config, layer_idx)
         self.attention = CatAttention(config, layer_idx)
+        self.mlp.__class__ = CatMLP
         self.mlp.dense_4h_to_h.writes_residual = True
         self._add_canon(config, config.intermediate_size)
 

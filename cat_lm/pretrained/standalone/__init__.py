@@ -27,6 +27,7 @@ _HERE = f"{__name__}.stand_ins"
 _STAND_INS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "core.registry": ("Registry",),
     "model.attention.core": {"check_attention": "check_nothing"},
+    "model.blocks.mlp": ("activate",),
     "model.hf.sections.base": ("KnownKeys",),
     "model.hf.sections.recurrent": {"MambaSection": "SECTION", "Mamba2Section": "SECTION"},
     "model.hf.sections.transformer": {"GPTNeoXSection": "SECTION", "LlamaSection": "SECTION"},

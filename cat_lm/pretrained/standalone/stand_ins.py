@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.core.numbers import IGNORE_INDEX
@@ -137,6 +137,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tens
     logits = F.linear(hidden, weight).flatten(0, -2)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def activate(linear: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
+    return activation(linear(x))
 
 
 class KnownKeys:

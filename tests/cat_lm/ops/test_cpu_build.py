@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cat_lm.ops.activation import gelu
 from cat_lm.ops.convolution.cpu import kernel
 from cat_lm.ops.landmark import decode
 from cat_lm.ops.loss import cross_entropy_cpu
@@ -26,7 +27,10 @@ from tests.conftest import REPOSITORY
 
 FOUND = next(filter(None, map(shutil.which, compiler.COMPILERS)), None)
 needs_compiler = pytest.mark.skipif(FOUND is None, reason="no C++ compiler on this machine")
-KERNELS = [kernel.KERNEL, decaying_scan_cpu.KERNEL, decode.KERNEL, cross_entropy_cpu.KERNEL]
+KERNELS = [
+    *(kernel.KERNEL, decaying_scan_cpu.KERNEL, decode.KERNEL, cross_entropy_cpu.KERNEL),
+    gelu.KERNEL,
+]
 each_kernel = pytest.mark.parametrize("built", KERNELS, ids=lambda k: k.name)
 
 
@@ -79,6 +83,8 @@ def test_without_a_library_torch_computes_the_same_and_says_why(
         torch.testing.assert_close(
             out[:, 1], ((q[:, :2] * q[:, 1:2]).sum(-1, True) * q[:, :2]).sum(1)
         )
+        activated = gelu.gelu_with_bias(q, torch.ones(2))
+        torch.testing.assert_close(activated, torch.nn.functional.gelu(q + 1))
     assert not kernel.KERNEL.is_built
     described = kernel.describe("head", torch.float32, 2)
     assert reason in described and "plain torch, lag by lag" in described
@@ -245,6 +251,7 @@ def runtimes():
     files = {line.split()[-1] for line in lines if "/" in line}
     return {path for path in files if "gomp" in path or "iomp" in path or "libomp" in path}
 before = runtimes()
+from cat_lm.ops.activation import gelu
 from cat_lm.ops.convolution.cpu import kernel
 from cat_lm.ops.runtime.native import openmp_runtime
 kernel.KERNEL.library()

@@ -1,0 +1,1 @@
+"""Activations together with what is next to them."""
