@@ -124,6 +124,10 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return NOT_CARRIED
 
 
+def serves_nothing(*_: Any) -> bool:
+    return False
+
+
 def no_kernel(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(NOT_CARRIED)
 
