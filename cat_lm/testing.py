@@ -37,7 +37,7 @@ from cat_lm.model.attention.core import layer_of
 from cat_lm.model.attention.modules.scores import ScoreModule
 from cat_lm.model.context import Context
 from cat_lm.model.hf.configuration import CatConfig
-from cat_lm.ops.convolution.kinds import Kind
+from cat_lm.ops.convolution.kinds import Kind, with_options
 from cat_lm.ops.convolution.kinds.reference import check_kind, sum_of_lags
 from cat_lm.ops.runtime.documents import document_positions
 from cat_lm.optimizers import OptimizerKind
@@ -105,7 +105,8 @@ def check_entry(
         _run(f"optimizer {entry.name!r}", partial(_check_optimizer, entry, built))
         return
     if isinstance(entry, Kind):
-        _run(f"conv_type {entry.name!r}", partial(_check_convolution, entry))
+        kind = with_options(entry, options or {})
+        _run(f"conv_type {entry.name!r}", partial(_check_convolution, kind))
         return
     if isinstance(entry, Architecture):
         keys = {"hidden_size": width, "num_hidden_layers": 2, "vocab_size": 8} | dict(options or {})

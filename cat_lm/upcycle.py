@@ -101,7 +101,7 @@ def _target_config(
         for name, value in asdict(convolution).items()
     }
     changes |= {"conv_activation": "none", "conv_init": "identity", "conv_norm": "none"}
-    changes |= {"canon_init": "zero"}
+    changes |= {"canon_init": "zero", "conv_options": None}
     try:
         target = architecture.own_config(source, **changes)
         windows = architectures.section_of(target).windows

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from cat_lm.core.errors import UserError
-from cat_lm.core.fields import build_options
+from cat_lm.core.fields import NoOptions, build_options
 from cat_lm.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -108,11 +108,6 @@ class Callback:
 
         Tensors are on the CPU, and read from the file each time that one is asked for.
         """
-
-
-@dataclass(frozen=True)
-class NoOptions:
-    """The options of a callback that has none."""
 
 
 class CallbackKind:

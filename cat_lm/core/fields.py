@@ -87,6 +87,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
 
+@dataclasses.dataclass(frozen=True)
+class NoOptions:
+    """The options of an entry that has none."""
+
+
 def parse_specification(text: str) -> tuple[str, dict[str, str]]:
     """Split `name:key=value,key=value` into the pair (name, {key: value}).
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from cat_lm.core.readers import short
 from cat_lm.model.rope_scaling import has_rope, rope_type_of, yarn_magnitude
-from cat_lm.ops.convolution.kinds import STREAMS
+from cat_lm.ops.convolution.kinds import STREAMS, option_problems
 from cat_lm.ops.long_filter import filters
 
 DEFAULT_WINDOW = 21
@@ -43,6 +43,7 @@ def problems(model: Any) -> list[str]:
         *(said for is_wrong, said in (*_head_rows(model), *_filter_rows(model)) if is_wrong),
         *given_once_problems(model.rope_parameters, given),
         *scope_problems(model.temperature_scope, has_rope(model)),
+        *option_problems(model),
         *filters.problems(model.conv_filter, model.conv_state, model.conv_type),
     ]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from cat_lm.core.fields import build_options
+from cat_lm.core.fields import NoOptions, build_options
 from cat_lm.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -25,11 +25,6 @@ if TYPE_CHECKING:
 
 # The keys of `optimizer:` that only some optimizers read; null where they are not given.
 OWN_KEYS = ("momentum", "muon_lr", "ns_steps", "scale")
-
-
-@dataclasses.dataclass(frozen=True)
-class NoOptions:
-    """The options of an optimizer that has none."""
 
 
 class OptimizerKind:

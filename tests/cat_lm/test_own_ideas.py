@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import re
 import runpy
 import sys
@@ -15,9 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from cat_lm import architectures, callbacks, mixers, ops, optimizers
+from cat_lm.config import load_config
 from cat_lm.core import plugins
+from cat_lm.core.errors import UserError
 from cat_lm.counts import count_parameters, meta_model, state_bytes
-from cat_lm.model import attention
+from cat_lm.model import CatConfig, CatForCausalLM, attention
 from cat_lm.ops.convolution import kinds
 from cat_lm.testing import check_entry
 from eval.recall.cell import Cell
@@ -50,7 +53,7 @@ def ideas(registries):
     )
 
 
-def neighbours(x: Tensor, taps: Tensor) -> Tensor:
+def neighbours(x: Tensor, taps: Tensor, distance: int = 1) -> Tensor:
     """The sum of the example, number by number: x [B, T, H, D], taps [H, W]."""
     y = torch.zeros_like(x)
     _, time, heads, _ = x.shape
@@ -58,7 +61,7 @@ def neighbours(x: Tensor, taps: Tensor) -> Tensor:
         for h in range(heads):
             y[:, t, h] = taps[h, 0] * x[:, t, h]
             for lag in range(1, min(taps.shape[1], t + 1)):
-                y[:, t, h] += taps[h, lag] * x[:, t - lag, h - 1]
+                y[:, t, h] += taps[h, lag] * x[:, t - lag, h - distance]
     return y
 
 
@@ -73,6 +76,55 @@ def test_the_convolution_is_itself_and_no_other(ideas):
     parts = [neighbours(part, taps) for part in x.split(4, dim=1)]
     found = ops.convolve("neighbour", x, taps, document_ids=ids)
     torch.testing.assert_close(found, torch.cat(parts, dim=1))
+
+
+def test_options_of_the_convolution_change_its_sum(ideas, tmp_path):
+    """As the equation says, in a model and in what is saved of it."""
+    torch.manual_seed(0)
+    x, taps = torch.randn(2, 9, 4, 3, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+    kind = kinds.with_options(kinds.get("neighbour"), {"distance": 2})
+    found = ops.convolve(kind, x, taps)
+    torch.testing.assert_close(found, neighbours(x, taps, distance=2))
+    assert not torch.allclose(found, ops.convolve("neighbour", x, taps), atol=1e-2)
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"vocab_size": 50, "conv_type": "neighbour", "conv_init": "uniform"}
+    model = CatForCausalLM(CatConfig(**sizes, conv_options={"distance": 2})).eval()
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["conv_options"] == {"distance": 2}
+    ids = torch.randint(50, (2, 9))
+    with torch.no_grad():
+        logits, loaded = model(ids).logits, CatForCausalLM.from_pretrained(tmp_path)
+        assert loaded(ids).logits.equal(logits)
+        other = CatForCausalLM.from_pretrained(tmp_path, conv_options=None)
+        assert not torch.allclose(other(ids).logits, logits, atol=1e-4)
+    family, ours = architectures.get("gpt_neox"), architectures.section_of(model.config)
+    theirs = {"conv_options": {"distance": 1}}, {"conv_options": None}
+    theirs = [ours.model_dump() | changed for changed in theirs]
+    assert family.differences(*theirs) == []
+    (said,) = family.differences(theirs[0], ours.model_dump())
+    assert "conv_options" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"conv_options": {"distence": 2}}, "unknown option 'distence'; did you mean distance"),
+        ({"conv_options": {"distance": "far"}}, "distance=far: must be a whole number"),
+        ({"conv_type": "head", "conv_options": {"distance": 2}}, "unknown option 'distance'"),
+        ({"conv_type": "none", "conv_options": {"distance": 2}}, "nothing with conv_type=none"),
+    ],
+)
+def test_options_that_a_convolution_does_not_have_are_refused(ideas, tmp_path, changes, said):
+    fields = {"hidden_size": 32, "num_attention_heads": 4, "conv_type": "neighbour"} | changes
+    with pytest.raises(ValueError, match=f"^conv_options: .*{said}"):
+        CatConfig(**fields).validate()
+    overrides = [f"model.{key}={value}" for key, value in changes.items()]
+    overrides += ["data.path=x", "train.output_dir=x"]
+    if "conv_type" not in changes:
+        overrides.append("model.conv_type=neighbour")
+    with pytest.raises(UserError, match=f"model.conv_options: .*{said}"):
+        load_config(REPOSITORY / "configs/quickstart.yaml", overrides)
 
 
 def forgetting(module, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -117,7 +169,7 @@ def test_the_examples_pass_their_authors_check(ideas):
     check_entry(ideas.mixer.Leaky(), {"memory": 8.0})
     check_entry(attention.REGISTRIES[attention.ScoreTransform].get("log_distance"))
     check_entry(attention.REGISTRIES[attention.Pattern].get("forgetting"))
-    check_entry(kinds.get("neighbour"))
+    check_entry(kinds.get("neighbour"), {"distance": 2})
     check_entry(architectures.get("ngram"), {"expansion": 2})
     check_entry(callbacks.get("slow_steps"), {"factor": 3})
     check_entry(optimizers.get("lion"), {"a": 0.8})

@@ -25,7 +25,8 @@ IDEAS = REPOSITORY / "tests/own_ideas"
 SIZE = {"hidden_size": 32, "num_hidden_layers": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "convolution": SIZE
-    | {"num_attention_heads": 4, "conv_type": "neighbour", "conv_window": 4, "hidden_dropout": 0.1},
+    | {"num_attention_heads": 4, "conv_type": "neighbour", "conv_window": 4, "hidden_dropout": 0.1}
+    | {"conv_options": {"distance": 2}},
     "scores": SIZE
     | {"num_attention_heads": 2, "position_embedding": "none", "score_transform": "log_distance"}
     | {"score_options": {"slope": 0.3}},
@@ -38,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 # Part of what the log of a run says of each.
 SAID = {
-    "convolution": "neighbour convolution of q, k, v",
+    "convolution": "neighbour:distance=2 convolution of q, k, v",
     "scores": "logarithmic distances",
     "pattern": "forgetting attention",
     "mixer": "mixer leaky:memory=8.0",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 from cat_lm.architectures.base import Architecture, Summary, sizes_of
@@ -69,6 +71,10 @@ class Transformer(Architecture):
         convolutions.
         """
         theirs, ours = attention.compared_keys(theirs, ours)
+        for values in (theirs, ours):
+            if values["conv_type"] != "none":
+                options = kinds.chosen(SimpleNamespace(**values)).options
+                values["conv_options"] = asdict(options) or None
         said, added = theirs, False
         for key, others in (("conv_type", "conv_"), ("canon", "canon_")):
             if theirs[key] == "none":
@@ -191,7 +197,7 @@ def _filter_words(section: Any) -> str:
     if not _streams(section):
         return "no convolution"
     streams = ", ".join(_streams(section))
-    said = f"{section.conv_type} convolution of {streams}, "
+    said = f"{kinds.label(section)} convolution of {streams}, "
     if rules.has_long_filters(section):
         return f"{said}{section.conv_filter} filters of state N={section.conv_state}"
     said += f"W={section.conv_window}"

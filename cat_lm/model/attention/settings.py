@@ -34,6 +34,7 @@ class AttentionSettings:
     plain_names: ClassVar[dict[str, str]] = {}
 
     conv_type: str = "head"
+    conv_options: dict[str, Any] | None = None
     conv_window: int = DEFAULT_WINDOW
     conv_streams: str = "qkv"
     conv_mixing: str = "embeddings"

@@ -48,6 +48,7 @@ class CatConfig(_CatSettings, GPTNeoXConfig):
 
     `conv_type` defaults to `"head"`. `GPTNeoXSection` has all keys; more of some:
 
+    conv_options (`dict`, *optional*): of a plugin's `conv_type`; what is left out has its default.
     conv_mixing (`str`): what a multi-head convolution mixes. `"embeddings"`: the queries, keys and
         values of all heads before attention, as in the paper's definition (section 3.1). `"maps"`:
         the attention maps after the softmax, in place of the convolution of the values; see

@@ -194,7 +194,9 @@ class Convolution:
     name = "filter"
 
     def __init__(self, config: AttentionSettings) -> None:
-        self.kind = kinds.get(config.conv_type)
+        self.kind = kinds.chosen(config)
+        # Kernels take names; a kind with options has no kernel.
+        self.conv_type = self.kind if self.kind.Options else self.kind.name
         self.settings, self.window = config, config.conv_window
         axes = self.kind.filter_axes
         self.head_axis = axes.index("H") if "H" in axes and not self.kind.mixes_heads else None
@@ -235,7 +237,7 @@ class Convolution:
         """Convolve a stream's inputs with `filters`."""
         context = layer.context
         return convolve(
-            self.kind.name,
+            self.conv_type,
             layer.inputs[stream],
             filters,
             bias,

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from cat_lm.ops.convolution import kinds, triton
 from cat_lm.ops.convolution.backends import BACKENDS, serving_backend
+from cat_lm.ops.convolution.kinds import Kind
 from cat_lm.ops.runtime import triton_launch
 from cat_lm.ops.runtime.documents import (
     check_document_ids,
@@ -78,15 +79,15 @@ def multihead_conv(
     return convolve("multihead", x, filters, bias, **options)
 
 
-def _flops(conv_type: str, x: Tensor, filters: Tensor, *_: object, **how: object) -> float:
+def _flops(conv_type: str | Kind, x: Tensor, filters: Tensor, *_: object, **how: object) -> float:
     """Return two operations for each product of a filter tap and an input."""
-    kind = kinds.get(conv_type)
+    kind = kinds.of(conv_type)
     return 2.0 * kind.fan_in(x.shape[2], kind.window_of(filters)) * x.numel()
 
 
 @flops(_flops)
 def convolve(
-    conv_type: str,
+    conv_type: str | Kind,
     x: Tensor,
     filters: Tensor,
     bias: Tensor | None = None,
@@ -105,7 +106,7 @@ def convolve(
     within a block of time.)
 
     Args:
-        conv_type: the kind's name.
+        conv_type: the kind's name; or a kind with options, which has no kernel.
         x: [B, T, H, D], with any strides.
         filters: of the shape that the kind says. Used in the dtype of x, as a linear layer's weight
             is under autocast; products are summed in fp32 where x has half precision.
@@ -136,7 +137,7 @@ def convolve(
     positions = packed_positions(x, document_ids, cu_seqlens, positions)
     if positions is not None and (initial_state is not None or return_state):
         raise ValueError("packed documents cannot be used together with a state")
-    serving = BACKENDS.get(serving_backend(conv_type, x, window, backend))
+    serving = BACKENDS.get(serving_backend(kinds.of(conv_type).name, x, window, backend))
     past = 0
     if initial_state is not None:
         x, past = torch.cat([initial_state.to(x.dtype), x], dim=1), window - 1
@@ -208,11 +209,11 @@ def check_rotary(
             )
 
 
-def check_filters(conv_type: str, x: Tensor, filters: Tensor) -> int:
+def check_filters(conv_type: str | Kind, x: Tensor, filters: Tensor) -> int:
     """Return W of filters that fit x [B, T, H, D]; raise ValueError for those that do not."""
     if x.ndim != 4 or 0 in x.shape:
         raise ValueError(f"x must be [B, T, H, D] and not empty, not {list(x.shape)}")
-    kind, (heads, width) = kinds.get(conv_type), x.shape[2:]
+    kind, (heads, width) = kinds.of(conv_type), x.shape[2:]
     window = filters.shape[kind.window_axis] if filters.ndim == len(kind.filter_axes) else 0
     expected = kind.filter_shape(heads, width, window)
     if window < 1 or tuple(filters.shape) != expected:

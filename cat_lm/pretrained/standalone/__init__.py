@@ -41,6 +41,7 @@ _STAND_INS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "model.streams.pipeline": ("FUSIONS",),
     "ops.attention.causal_cpu": {"causal_attention": "no_kernel", "serves": "serves_nothing"},
     "ops.convolution.backends": ("BACKENDS", "serving_backend"),
+    "ops.convolution.kinds": {"chosen": "chosen_kind"},
     "ops.convolution.triton": {"rotate": "no_kernel"},
     "ops.long_filter.api": {"_forward": "long_conv_forward", "choose_backend": "reference_backend"},
     "ops.loss.linear_cross_entropy": ("linear_cross_entropy",),

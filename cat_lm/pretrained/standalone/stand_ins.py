@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cat_lm.core.numbers import IGNORE_INDEX
+from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import reference
 from cat_lm.ops.long_filter import chunks
 from cat_lm.ops.recurrence import EVERY, decaying_scan_torch
@@ -70,6 +71,10 @@ BACKENDS = Registry("backend", ReferenceBackend, others=("auto",), entries=(Refe
 
 def serving_backend(conv_type: str, x: Tensor, window: int, backend: str) -> str:
     return "reference"
+
+
+def chosen_kind(model: Any) -> kinds.Kind:
+    return kinds.get(model.conv_type)
 
 
 def reference_backend(*_: Any, **__: Any) -> type[ReferenceBackend]:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import runpy
+
 import pytest
 import torch
 
 from cat_lm import architectures
 from cat_lm.config import RunConfig
 from cat_lm.model import CatForCausalLM
+from cat_lm.ops.convolution import kinds
 from cat_lm.training.building import build_model
 from tests.cat_lm.model.attention_entries import entries  # noqa: F401
+from tests.conftest import REPOSITORY
 from tests.runs import run_values
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+NEIGHBOUR = {"conv_type": "neighbour", "num_attention_heads": 4}
 MODEL_KEYS = {
     "hidden_size": {"hidden_size": 48},
     "num_hidden_layers": {"num_hidden_layers": 3},
@@ -34,6 +39,7 @@ MODEL_KEYS = {
     "conv_filter": {"conv_filter": "ssm", "conv_state": 2, "conv_window": 21},
     "conv_state": {"conv_filter": "ssm", "conv_state": 4, "conv_window": 21},
     "conv_norm": {"conv_norm": "l1"},
+    "conv_options": NEIGHBOUR | {"conv_options": {"distance": 2}},
     "conv_rank": {"conv_rank": 2},
     "qk_norm": {"qk_norm": "l2"},
     "qk_norm_place": {"qk_norm_place": "before", "qk_norm": "rms"},
@@ -64,8 +70,10 @@ def test_list_of_model_keys_is_whole():
 
 @pytest.mark.usefixtures("entries")
 @pytest.mark.parametrize("key", MODEL_KEYS)
-def test_every_model_key_changes_the_model(key):
+def test_every_model_key_changes_the_model(key, monkeypatch):
     """Weights, outputs or the way to them differ."""
+    monkeypatch.setattr(kinds.KINDS, "_entries", dict(kinds.KINDS._entries))
+    runpy.run_path(str(REPOSITORY / "tests/own_ideas/convolution.py"))
 
     def model(changes: dict) -> CatForCausalLM:
         values = run_values("unused", "unused")

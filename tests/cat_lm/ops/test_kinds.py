@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,6 +15,11 @@ from cat_lm.ops.convolution.kinds.reference import check_kind, sum_of_lags
 
 def add_lag(taps, lag, delayed):
     return taps[lag] * delayed
+
+
+@dataclass(frozen=True)
+class Wanting:
+    distance: int
 
 
 @pytest.mark.parametrize(
@@ -27,6 +33,8 @@ def add_lag(taps, lag, delayed):
         (("other", ("W", "I"), add_lag, "one"), "filter_axes=.* without those written to, H"),
         (("other", ("W",), add_lag, ""), "must give meaning"),
         (("other", ("W",), None, "one"), "add_lag=None must be a function"),
+        (("other", ("W",), add_lag, "one", False, dict), "Options must be a frozen dataclass"),
+        (("other", ("W",), add_lag, "one", False, Wanting), "frozen dataclass with defaults"),
     ],
 )
 def test_entry_that_is_wrong_is_refused(given, said):

@@ -71,6 +71,7 @@ class TransformerSection(ModelSection):
     value_options: dict[str, Any] | None = field(None, "of value_transform, as {name: value}")
     # Convolutions
     conv_type: _KindName = field("none", "kind of convolution, such as head, or none")
+    conv_options: dict[str, Any] | None = field(None, "of conv_type, as {name: value}")
     conv_window: Window = field(21, "taps of a filter")
     conv_streams: str = field("qkv", "some of q, k and v")
     conv_init: Literal["identity", "uniform", "residual"] = field(

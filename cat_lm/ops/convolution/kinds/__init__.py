@@ -7,10 +7,13 @@ faster backend the reference computes it, and the log says so. This module does 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from cat_lm.core.errors import UserError
+from cat_lm.core.fields import NoOptions, build_options, changed_options
 from cat_lm.core.registry import Registry
 
 if TYPE_CHECKING:
@@ -33,6 +36,9 @@ class Kind:
         meaning: what a filter belongs to, as in "one filter for each head".
         takes_long_filters: whether `conv_filter` may be one of `cat_lm.ops.long_filter`, which
             are of heads.
+        Options: a frozen dataclass of plain values with defaults, see cat_lm/core/fields.py, of
+            which `add_lag` gets an instance as its fourth argument; None for a kind without them.
+        options: that instance.
     """
 
     name: str
@@ -40,6 +46,15 @@ class Kind:
     add_lag: Callable[[Tensor, int, Tensor], Tensor]
     meaning: str
     takes_long_filters: bool = False
+    Options: type | None = None
+    options: Any = None
+
+    def term(self, taps: Tensor, lag: int, delayed: Tensor) -> Tensor:
+        """Return one lag's part of the sum, with the kind's options, by default their defaults."""
+        if self.Options is None:
+            return self.add_lag(taps, lag, delayed)
+        options = self.Options() if self.options is None else self.options
+        return self.add_lag(taps, lag, delayed, options)
 
     @property
     def mixes_heads(self) -> bool:
@@ -118,6 +133,13 @@ def _check(kind: Kind) -> None:
         )
     if not callable(kind.add_lag):
         raise ValueError(f"conv_type {kind.name!r}: add_lag={kind.add_lag!r} must be a function")
+    if (options := kind.Options) is not None:
+        is_frozen = dataclasses.is_dataclass(options) and options.__dataclass_params__.frozen
+        fields = dataclasses.fields(options) if is_frozen else ()
+        if not is_frozen or any(field.default is dataclasses.MISSING for field in fields):
+            raise ValueError(
+                f"conv_type {kind.name!r}: its Options must be a frozen dataclass with defaults"
+            )
 
 
 KINDS: Registry[Kind] = Registry(
@@ -144,3 +166,37 @@ def takes_long_filters(name: str) -> bool:
 def mixes_heads(name: str) -> bool:
     """Return True if convolutions of a kind, or of "none", mix heads."""
     return name in KINDS and get(name).mixes_heads
+
+
+def of(conv_type: str | Kind) -> Kind:
+    """Return a kind that is given by its name, or itself."""
+    return conv_type if isinstance(conv_type, Kind) else get(conv_type)
+
+
+def with_options(kind: Kind, given: Mapping[str, Any]) -> Kind:
+    """Return a kind with options, given as values. Raises UserError for those it does not have."""
+    what = f"conv_options: conv_type={kind.name}"
+    return dataclasses.replace(kind, options=build_options(kind.Options or NoOptions, what, given))
+
+
+def chosen(model: Any) -> Kind:
+    """Return the kind of a section's or configuration's convolutions, with its options."""
+    return with_options(get(model.conv_type), model.conv_options or {})
+
+
+def label(model: Any) -> str:
+    """Return the name of a model's kind with the options that differ from the defaults."""
+    changed = changed_options(chosen(model).options).items()
+    return model.conv_type + ":" * bool(changed) + ",".join(f"{k}={v}" for k, v in changed)
+
+
+def option_problems(model: Any) -> list[str]:
+    """Return what is wrong with a model's `conv_options`, in a line that begins with the key."""
+    if model.conv_type == "none":
+        said = "conv_options: say nothing with conv_type=none; leave them out"
+        return [said] if model.conv_options else []
+    try:
+        chosen(model)
+    except UserError as error:
+        return [str(error)]
+    return []

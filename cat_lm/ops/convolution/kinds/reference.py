@@ -25,7 +25,11 @@ from cat_lm.ops.runtime.precision import at_least_fp32, without_autocast
 
 
 def convolve(
-    conv_type: str, x: Tensor, filters: Tensor, bias: Tensor | None, positions: Tensor | None
+    conv_type: str | kinds.Kind,
+    x: Tensor,
+    filters: Tensor,
+    bias: Tensor | None,
+    positions: Tensor | None,
 ) -> Tensor:
     """One of the sums above, on any device, in fp32 where x has half precision.
 
@@ -40,7 +44,7 @@ def convolve(
     Returns:
         y [B, T, H, D] in the dtype of x.
     """
-    return sum_of_lags(kinds.get(conv_type), x, filters, bias, positions)
+    return sum_of_lags(kinds.of(conv_type), x, filters, bias, positions)
 
 
 def sum_of_lags(
@@ -55,7 +59,7 @@ def sum_of_lags(
     taps, y = filters.to(sum_dtype), torch.zeros(x.shape, dtype=sum_dtype, device=x.device)
     with without_autocast(x):
         for lag, delayed in _delayed_inputs(x.to(sum_dtype), window, positions):
-            y = y + kind.add_lag(taps, lag, delayed)
+            y = y + kind.term(taps, lag, delayed)
     if bias is not None:
         y = y + bias
     return y.to(x.dtype)
@@ -85,7 +89,7 @@ def gradients(
         seen = dy[:, lag:]
         if positions is not None:
             seen = torch.where((positions[:, lag:] >= lag)[:, :, None, None], seen, 0.0)
-        dx[:, : time - lag] += kind.add_lag(back, lag, seen)
+        dx[:, : time - lag] += kind.term(back, lag, seen)
     return dx.to(x.dtype), df.to(filters.dtype), dy.sum(dim=(0, 1)).to(x.dtype)
 
 
