@@ -1,1 +1,1 @@
-"""Runs on a SLURM cluster: `python -m launch.slurm COMMAND`; see `--help`."""
+"""Run trainings and data preparation on a SLURM cluster: `python -m launch.slurm COMMAND`."""

@@ -1,4 +1,4 @@
-"""`python -m launch.slurm COMMAND`: runs on a SLURM cluster, or on one machine without it."""
+"""`python -m launch.slurm COMMAND`: manage runs on a SLURM cluster, or on one machine."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from launch.slurm.options import (
     variable,
 )
 
-# The module of each command's function, which has its name.
+# The module of each command; the function in it is named as the command.
 MODULES = {"submit": "submit", "resume": "submit", "cancel": "submit", "status": "status"}
 MODULES |= {"local": "local", "prepare": "prepare", "run": "run"}
-# What other programs are given.
+# What these commands need after `--`; it is passed to other programs.
 AFTER_DASHES = {"prepare": "the flags of data_prep.prepare after --"}
 AFTER_DASHES |= {"run": "a command after --, such as `-- python -m eval.zero_shot MODEL`"}
 
@@ -33,18 +33,18 @@ AFTER_DASHES |= {"run": "a command after --, such as `-- python -m eval.zero_sho
 @command
 def main() -> None:
     arguments = parse_arguments()
-    # The run's train.py must find the modules beside it, which are its own copy of the checkout.
+    # train.py must find the modules beside it, in the run's copy of the code.
     os.environ.pop("PYTHONSAFEPATH", None)
-    # Only now: --help needs nothing of this.
+    # Import the command only now, because --help does not need it.
     module = importlib.import_module(f"launch.slurm.{MODULES[arguments.command]}")
     getattr(module, arguments.command)(arguments)
 
 
 def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line; options may stand between overrides."""
+    """Parse the command line, in which options may be between overrides."""
     parser = make_parser()
     argv = sys.argv[1:] if argv is None else argv
-    # What follows `--` is another program's.
+    # The words after `--` are those of another program.
     split = argv.index("--") if "--" in argv else len(argv)
     words = argv[split + 1 :]
     wanted = AFTER_DASHES.get(argv[0]) if argv else None
@@ -68,8 +68,8 @@ def make_parser() -> Parser:
         description="Train on a SLURM cluster: submit a run, look at it, stop it, resume it; and "
         "run other commands there.",
         epilog="A run's job requeues itself until the run is finished. Exit codes: 0 done, 2 bad "
-        "input; of local its run's own (75 stopped, to be resumed), or 2 after attempts "
-        "without progress; of run --wait the command's.",
+        "input. local ends with the code of its run (75 stopped, to be resumed), or with 2 after "
+        "attempts without progress; run --wait with the code of the command.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_training(commands.add_parser)
@@ -88,11 +88,11 @@ def _add_training(add_parser: Callable[..., Parser]) -> None:
         "resume",
         help="resume a run whose job has ended",
         description="Renders the job again, with what is given here changed, and submits it. The "
-        "code stays the run's own.",
+        "job uses the run's copy of the code.",
     )
     here = add_parser(
         "local",
-        help="the same on this machine, without SLURM",
+        help="run on this machine, without SLURM",
         description="Copies code and configuration as `submit` does and starts the ranks under "
         "torchrun, and restarts them until the run is finished. TERM and Ctrl-C save a checkpoint "
         "and end it; USR1 saves and restarts.",
@@ -100,56 +100,82 @@ def _add_training(add_parser: Callable[..., Parser]) -> None:
     several = "; or another CONFIG: a job for each, with the same overrides"
     for one, more in ((new, several), (again, ""), (here, "")):
         if one is again:
-            one.add_argument("run", help="the run's folder")
+            one.add_argument("run", help="folder of the run (train.output_dir)")
         else:
-            one.add_argument("config", help="the run's YAML file")
+            one.add_argument("config", help="YAML file of the run")
         one.add_argument(
-            "overrides", nargs="*", metavar="section.key=value", help=f"last one wins{more}"
+            "overrides",
+            nargs="*",
+            metavar="section.key=value",
+            help=f"overrides of the configuration, of which the last one counts{more}",
         )
     add_options(new)
     add_options(again, resumed=True)
     again.add_argument("--new-code", action="store_true", help="copy the checkout again")
     ranks = whole(numbers.PER_NODE)
     ways = here.add_mutually_exclusive_group(required=True).add_argument
-    ways("--gpus-per-node", type=ranks, metavar="G", help="a rank each")
-    ways("--tasks", dest="tasks_per_node", type=ranks, metavar="N", help="ranks on the CPU")
+    ways("--gpus-per-node", type=ranks, metavar="G", help="number of GPUs, with one rank each")
+    ways(
+        "--tasks",
+        dest="tasks_per_node",
+        type=ranks,
+        metavar="N",
+        help="number of ranks, on the CPU",
+    )
     here.add_argument("--cpus-per-task", type=whole(numbers.CORES), metavar="N", help=CORES)
     here.add_argument("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
     here.add_argument("--max-restarts", type=whole(numbers.RESTARTS), metavar="N", help=ATTEMPTS)
 
 
 def _add_others(add_parser: Callable[..., Parser]) -> None:
-    look = add_parser("status", help="where runs and commands stand")
-    look.add_argument("runs", nargs="+", metavar="run", help="its folder; several: a table")
-    look.add_argument("--json", type=output_file, metavar="FILE", help="write the same as JSON")
-    end = add_parser("cancel", help="end the job of a run, which `resume` continues, or a command")
-    end.add_argument("run", help="its folder")
+    look = add_parser("status", help="show the state of runs and commands")
+    look.add_argument(
+        "runs", nargs="+", metavar="run", help="folder of the run; several folders make a table"
+    )
+    look.add_argument(
+        "--json", type=output_file, metavar="FILE", help="write the states to this file as JSON"
+    )
+    end = add_parser(
+        "cancel", help="end the job of a run (which `resume` continues) or of a command"
+    )
+    end.add_argument("run", help="folder of the run or command")
     data = add_parser(
         "prepare",
-        help="data preparation on many nodes",
+        help="prepare data on many nodes",
         usage="python -m launch.slurm prepare --tasks N [options] -- FLAGS",
-        description="An array of N jobs that encode a share of the files each, and a job after "
-        "them that assembles the result. FLAGS are those of data_prep.prepare. The same command "
-        "again continues where tasks have failed.",
+        description="Submits an array of N jobs, each of which encodes a share of the files, and a "
+        "job after them that assembles the result. FLAGS are those of data_prep.prepare. The same "
+        "command again continues where tasks have failed.",
     )
-    data.add_argument("--tasks", type=whole(numbers.ARRAY_TASKS), required=True, metavar="N")
+    data.add_argument(
+        "--tasks",
+        type=whole(numbers.ARRAY_TASKS),
+        required=True,
+        metavar="N",
+        help="number of jobs that encode",
+    )
     add_resources(data)
     other = add_parser(
         "run",
-        help="any other command, on one node",
+        help="run any other command, on one node",
         usage="python -m launch.slurm run [options] -- COMMAND",
-        description="One job that runs a command of this project, such as an evaluation, in this "
-        "folder with a copy of the code. Its exit code is the job's, and its files lie in "
-        "runs/jobs/NAME/slurm.",
+        description="Submits one job that runs a command of this project, such as an evaluation, "
+        "in this folder with a copy of the code. The job ends with the exit code of the command, "
+        "and its files are in runs/jobs/NAME/slurm.",
     )
     add, gpus = other.add_argument, whole(numbers.PER_NODE.at_least(0))
-    add("--gpus-per-node", type=gpus, metavar="G", help="GPUs of the command (default: none)")
+    add(
+        "--gpus-per-node",
+        type=gpus,
+        metavar="G",
+        help="number of GPUs for the command (default: none)",
+    )
     add(
         "--name",
         type=argument_type(check_name),
-        help="of its folder (default: the module and a number)",
+        help="name of the job's folder (default: the module and a number)",
     )
-    add("--wait", action="store_true", help="wait for the job's end and leave with its exit code")
+    add("--wait", action="store_true", help="wait for the job's end and exit with its code")
     add_resources(other, f"cores for each GPU (default: {CORES_OF_A_GPU}), or of the command")
 
 

@@ -1,4 +1,4 @@
-"""SLURM's own commands, and what they say about a run's jobs."""
+"""Call SLURM's commands, and read the states of a run's jobs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from cat_lm.core.errors import UserError
 from launch.slurm.options import OWN_OPTIONS, sbatch_option
 
-# SBATCH_GPUS_PER_NODE is --gpus-per-node; these have other names.
+# SBATCH_GPUS_PER_NODE is --gpus-per-node. The variables of these options have other names.
 _VARIABLES = {"TIMELIMIT": "time", "MEM_PER_NODE": "mem", "ARRAY_INX": "array"}
-# Ways to ask for one thing, of which SLURM takes one.
+# Options that exclude each other in SLURM.
 _SAME = (
     {"cpus-per-task", "cpus-per-gpu"},
     {"gres", "gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task"},
@@ -28,12 +28,12 @@ _NOBODY = re.compile("configuration source|contact slurm controller|munge|Authen
 
 
 class NoSlurm(UserError):
-    """There is no SLURM here, or none that answers."""
+    """SLURM is not installed here, or does not answer."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """A job as SLURM knows it; None or empty where it does not say."""
+    """The state of a job; None or empty for unknown values."""
 
     id: str | None
     state: str
@@ -47,14 +47,15 @@ def command(*arguments: str, without: Collection[str] = (), input: str = "") -> 
     """Run one of SLURM's commands and return its output.
 
     Args:
-        without: variables that it does not get to see.
+        without: environment variables to remove.
 
     Raises:
-        UserError: the command failed, with what it said; `NoSlurm` where it has nobody to ask.
+        UserError: the command failed; the message has its error output. `NoSlurm` if SLURM is
+            missing or does not answer.
     """
     environment = {k: v for k, v in os.environ.items() if k not in without}
     if "SLURM_JOB_ID" in environment:
-        # Inside of another job, that job's own sizes must not become the new one's.
+        # Within a job, the variables of that job's size would apply to the new one.
         kept = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT")
         environment = {
             k: v for k, v in environment.items() if not k.startswith("SLURM_") or k in kept
@@ -77,10 +78,11 @@ def command(*arguments: str, without: Collection[str] = (), input: str = "") -> 
     return done.stdout
 
 
-def overriding(lines: Iterable[str]) -> list[str]:
-    """Return the variables of this environment that sbatch would prefer to these #SBATCH lines.
+def overriding_variables(lines: Iterable[str]) -> list[str]:
+    """Return the environment variables that would override these #SBATCH lines.
 
-    Those of options that the script rests on count even where no line has them, such as --error.
+    Variables of options on which the script relies are included, even if no line has them
+    (--error).
     """
     asked = {*OWN_OPTIONS, *map(sbatch_option, lines)}
     asked |= {name for same in _SAME if same & asked for name in same}
@@ -98,12 +100,12 @@ def _lines_of(script: str) -> list[str]:
 
 
 def check(*scripts: str) -> None:
-    """Check that SLURM would take these scripts; log the variables that `submit` keeps from it.
+    """Check that SLURM accepts these scripts; print the variables that `submit` will remove.
 
     Raises:
-        UserError: it would not, with its reason.
+        UserError: SLURM refuses a script; the message has its reason.
     """
-    without = {script: overriding(_lines_of(script)) for script in scripts}
+    without = {script: overriding_variables(_lines_of(script)) for script in scripts}
     if any(without.values()):
         listed = ", ".join(sorted(set().union(*without.values())))
         print(f"left aside, or they would win over what is asked for: {listed}", file=sys.stderr)
@@ -112,19 +114,19 @@ def check(*scripts: str) -> None:
 
 
 def submit(script: Path, *options: str) -> str:
-    """Submit a batch script, without the variables that would win over it; return the job's id."""
-    without = overriding(_lines_of(script.read_text(encoding="utf-8")))
+    """Submit a batch script without the variables that would override it; return the job's id."""
+    without = overriding_variables(_lines_of(script.read_text(encoding="utf-8")))
     said = command("sbatch", "--parsable", *options, str(script), without=without)
-    # `12;cluster` where there are several clusters.
+    # With several clusters, the output is `12;cluster`.
     return said.strip().split(";")[0]
 
 
 def active_jobs(scripts: Sequence[Path]) -> list[JobState]:
-    """Return the user's queued and running jobs of these scripts, also those submitted by hand."""
+    """Return the user's queued and running jobs of these scripts, also if submitted by hand."""
     jobs = []
     for line in command("squeue", "--me", "--noheader", "--format=%i|%T|%r|%N|%o").splitlines():
         job_id, state, reason, nodes, script = line.split("|", 4)
-        # Followed by the script's arguments, where somebody gave it some.
+        # The script's arguments follow its name, if it was submitted with some.
         if any(f"{script} ".startswith(f"{ours} ") for ours in scripts):
             known = job_state(job_id)
             jobs.append(JobState(job_id, state, reason, nodes, known and known.restarts))
@@ -145,7 +147,7 @@ def wait_until_over(job_id: str, script: Path) -> JobState | None:
 
 
 def job_state(job_id: str) -> JobState | None:
-    """Ask SLURM for a job's record; None where it has none, minutes after the job's end."""
+    """Return a job's state; None if SLURM has no record of it, some minutes after its end."""
     try:
         values = dict(re.findall(r"(\w+)=(\S*)", command("scontrol", "show", "job", job_id)))
     except NoSlurm:

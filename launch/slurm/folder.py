@@ -1,7 +1,7 @@
 """The files in RUN/slurm/: the record of a submitted run and the log of its attempts.
 
-attempts.log has a line for every start of a run, by which a crash loop is recognised. The batch
-script keeps the same file in bash, since where it runs there may be no Python.
+attempts.log has a line for every attempt of a run, by which crash loops are recognized. The batch
+script writes the same file in bash, because a node may have no Python outside of a container.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from launch.slurm.options import Options
 
 
 class RunFolder:
-    """The files of one run that its jobs use.
+    """The paths of a run that its jobs use.
 
     Args:
         run: `train.output_dir`.
-        slurm: where the jobs' files lie, by default in the run's folder.
+        slurm: the folder of the jobs' files, by default RUN/slurm.
     """
 
     def __init__(self, run: Path | str, slurm: Path | None = None) -> None:
-        # Without links, so that a run has one name, and one job.
+        # Resolve links, so that a run has a single name and a single job.
         self.run = resolve(os.path.expanduser(run))
         self.slurm = slurm or self.run / "slurm"
         self.script = self.slurm / "job.sbatch"
@@ -42,8 +42,8 @@ class RunFolder:
         self.metrics = self.run / "metrics.jsonl"
 
     def check_writable(self, named_by: str = "train.output_dir") -> None:
-        """Raise UserError where no folder can be made, such as for a file in its way."""
-        # They would end SLURM's own lines, or the quotes around a path in them.
+        """Raise UserError if the run's folder cannot be made, or SLURM does not accept its path."""
+        # These characters would end #SBATCH lines, or the quotes around a path in them.
         if not str(self.run).isprintable() or any(c in str(self.run) for c in '"\\'):
             raise UserError(
                 f"{named_by}={str(self.run)!r}: SLURM takes no path with such characters"
@@ -51,7 +51,7 @@ class RunFolder:
         check_output(self.slurm, named_by)
 
     def newest_checkpoint(self) -> str:
-        """Return the name of the newest marked checkpoint, or `none`."""
+        """Return the name of the newest checkpoint with a completion marker, or `none`."""
         marked = [step for step in step_folders(self.checkpoints) if (step / MARKER).is_file()]
         return marked[-1].name if marked else "none"
 
@@ -59,7 +59,7 @@ class RunFolder:
         self._append(f"{_now()} job={job} restart={restart} checkpoint={self.newest_checkpoint()}")
 
     def reset_attempts(self, reason: str) -> None:
-        """Note that a person looked at the run: earlier attempts count no more."""
+        """Reset the count of attempts, because a user has submitted the run again."""
         self._append(f"# {_now()} {reason}")
 
     def attempt_lines(self) -> list[str]:
@@ -67,7 +67,7 @@ class RunFolder:
         return [line for line in self._lines() if not line.startswith("#")]
 
     def attempts_without_progress(self) -> int:
-        """Count the last attempts in a row that began at the checkpoint that is still newest."""
+        """Return the number of last attempts in a row that began at the newest checkpoint."""
         count, now = 0, self.newest_checkpoint()
         for line in reversed(self._lines()):
             if not line.endswith(f" checkpoint={now}"):
@@ -87,7 +87,7 @@ class RunFolder:
 
 
 class Job(Record):
-    """A job that SLURM has had of the run."""
+    """A job of the run: its id, and when and how it was submitted."""
 
     id: str
     time: str
@@ -95,7 +95,7 @@ class Job(Record):
 
 
 class JobRecord(Versioned):
-    """job.json: how the run was submitted last, and its jobs, the newest last.
+    """The record job.json: how the run was submitted last, and its jobs, the newest last.
 
     A command of `launch.slurm run` has no configuration.
     """
@@ -137,7 +137,7 @@ def read_record(folder: RunFolder) -> JobRecord:
 
 
 def jobs_of(folder: RunFolder) -> list[Job]:
-    """Return the jobs that were submitted before, of a run that may be new."""
+    """Return the jobs that were submitted before for the run; none for a new run."""
     return read_record(folder).jobs if folder.record.is_file() else []
 
 

@@ -1,4 +1,4 @@
-"""`local`: one machine without SLURM. The same snapshot and restarts, under torchrun."""
+"""`local`: run on one machine under torchrun, with the snapshots and restarts of SLURM jobs."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from cat_lm.training.watchdog import handled_signals
 from launch.slurm import cluster, snapshot, torchrun
 from launch.slurm.folder import RunFolder
 from launch.slurm.options import Options
-from launch.slurm.submit import plan_of, refuse_other_run, refuse_second_job
+from launch.slurm.submit import plan_job, refuse_other_run, refuse_second_job
 
 PR_SET_CHILD_SUBREAPER = 36
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 def local(arguments: argparse.Namespace) -> None:
-    """Run until the run is finished; leave with its exit code where it is not."""
-    plan = plan_of(arguments)
+    """Train until the run is finished; raise SystemExit with its exit code if it is not."""
+    plan = plan_job(arguments)
     asked = plan.options.gpus_per_node
-    # Without any, the ranks would train on the CPU.
+    # Without GPUs, the ranks would silently train on the CPU.
     if asked and (found := count_gpus(plan.options.env)) < asked:
         raise UserError(
             f"--gpus-per-node {asked}: this machine shows {found} GPU{'s' * (found != 1)}; ask "
@@ -46,7 +46,7 @@ def local(arguments: argparse.Namespace) -> None:
 
 
 def count_gpus(variables: Mapping[str, str]) -> int:
-    """Count the GPUs that ranks see, whose environment has these variables too."""
+    """Return the number of GPUs that ranks see with these additional environment variables."""
     count = [sys.executable, "-P", "-c", "import torch; print(torch.cuda.device_count())"]
     done = subprocess.run(count, env={**os.environ, **variables}, capture_output=True, text=True)
     if done.returncode:
@@ -55,15 +55,15 @@ def count_gpus(variables: Mapping[str, str]) -> int:
 
 
 class Local:
-    """The loop of the batch script (body.sh), for one machine."""
+    """The restart loop of the batch script (body.sh), for one machine."""
 
     def __init__(self, folder: RunFolder, options: Options) -> None:
         self.folder, self.options = folder, options
         self.torchrun: subprocess.Popen | None = None
-        self.told_to_end = False  # by TERM or INT, as scancel would
+        self.told_to_end = False  # True after TERM or INT
 
     def run(self) -> int:
-        """Start the ranks again until they finish or must not be started; return the last code."""
+        """Start the ranks until they finish or make no progress; return the last exit code."""
         before = {n: signal.signal(n, self.forward) for n in handled_signals(FORWARDED)}
         try:
             return self._loop()
@@ -77,26 +77,26 @@ class Local:
             stuck = self.folder.attempts_without_progress()
             checkpoint = self.folder.newest_checkpoint()
             if stuck >= self.options.max_restarts:
-                say(
+                log_line(
                     f"no progress: {stuck} attempts in a row began at checkpoint {checkpoint}; "
                     "not started again"
                 )
                 return 2
             self.folder.begin_attempt(f"local-{os.getpid()}", restart)
-            say(f"restart {restart}, {self.options.world_size} ranks, checkpoint {checkpoint}")
+            log_line(f"restart {restart}, {self.options.world_size} ranks, checkpoint {checkpoint}")
             code = self.attempt()
             if code == 0:
-                say("finished")
+                log_line("finished")
                 return 0
             if code == 2:
                 return 2
             ended = "stopped; train.resume=auto goes on" if self.told_to_end else "started again"
-            say(f"exit code {code}: {ended}")
+            log_line(f"exit code {code}: {ended}")
             restart += 1
         return code
 
     def attempt(self) -> int:
-        """Run torchrun once; return its exit code when its ranks have ended, too."""
+        """Run torchrun once; return its exit code after all its ranks have ended."""
         ranks = self.options.world_size
         threads = self.options.cpus_per_task or max(1, len(os.sched_getaffinity(0)) // ranks)
         environment = {
@@ -105,7 +105,7 @@ class Local:
         }
         if not self.options.gpus_per_node:
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        # Ranks of a torchrun that was killed become children of this process.
+        # If torchrun is killed, its ranks become children of this process.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
         self.torchrun = subprocess.Popen(
             [
@@ -119,19 +119,19 @@ class Local:
             # them after 30 seconds.
             start_new_session=True,
         )
-        if self.told_to_end:  # while it started
+        if self.told_to_end:  # The signal came while torchrun started.
             self.torchrun.terminate()
         code = self.torchrun.wait()
-        # Where it was killed, its ranks still save, and end; until then the run's folder is theirs.
+        # If torchrun was killed, wait for its ranks, which still save a checkpoint.
         for rank in ranks_of(os.getpid()):
             with suppress(ChildProcessError):
                 os.waitpid(rank, 0)
         return code if code >= 0 else 128 - code
 
     def forward(self, number: int, frame: object) -> None:
-        """Signal the ranks themselves: torchrun does not know USR1."""
+        """Send a signal to the ranks, because torchrun does not forward USR1."""
         self.told_to_end = self.told_to_end or number != signal.SIGUSR1
-        if number == signal.SIGHUP:  # the terminal was closed; to torchrun, too, that is TERM
+        if number == signal.SIGHUP:  # The terminal was closed, which torchrun treats as TERM.
             number = signal.SIGTERM
         if self.torchrun is None:
             return
@@ -144,16 +144,16 @@ class Local:
 
 
 def ranks_of(parent: int) -> list[int]:
-    """Return the children of a process that run train.py: torchrun's are the ranks."""
+    """Return the process ids of a process's children that run train.py, torchrun's ranks."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
-            # The command's name, in parentheses, may hold anything.
+        with suppress(OSError):  # The process has just ended.
+            # The command's name, in parentheses, may contain spaces and parentheses.
             above = int((folder / "stat").read_bytes().rpartition(b")")[2].split()[1])
             if above == parent and b"\0train.py\0" in (folder / "cmdline").read_bytes():
                 found.append(int(folder.name))
     return found
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} local: {text}", file=sys.stderr, flush=True)

@@ -1,6 +1,6 @@
-"""What a job asks for: the command line's options over a cluster's own settings, the site file.
+"""The options of a job: those of the command line, and a cluster's settings in the site file.
 
-launch/site.example.yaml explains the site file.
+The command line has priority. launch/site.example.yaml explains the site file.
 """
 
 from __future__ import annotations
@@ -28,32 +28,32 @@ SITE_VARIABLE = "CAT_LM_SITE"
 USUAL_SITE = Path("~/.config/cat_lm/site.yaml")
 ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 DEFAULT_LEAD_SECONDS = 300
-# Cores of a GPU's rank where nobody says: for the threads of the forward and backward pass, reading
-# ahead and NCCL. SLURM would give a task one.
+# Default cores per GPU rank: for the threads of the forward and backward pass, of reading ahead and
+# of NCCL. SLURM's default is one.
 CORES_OF_A_GPU = 8
 # SLURM stores the lead time of a signal in 16 bits.
 LEAD_SECONDS = Range(1, 65535)
-# Options of #SBATCH lines that the script's own logic rests on.
+# #SBATCH options on which the logic of the script relies.
 OWN_OPTIONS = (
     *("nodes", "ntasks", "ntasks-per-node", "tasks-per-node", "ntasks-per-gpu", "array", "time"),
     *("signal", "requeue", "no-requeue", "open-mode", "output", "error", "job-name", "chdir"),
     *("export", "export-file", "wait"),
 )
-# Help texts that `local` shares.
-CORES = "cores of a rank; sets OMP_NUM_THREADS"
+# Help texts that `local` uses, too.
+CORES = "cores per rank; sets OMP_NUM_THREADS"
 CORES_DEFAULT = f"{CORES} (default: {CORES_OF_A_GPU} for each GPU, else SLURM's)"
-ENV = "variable of the ranks; written into the run's folder, so nothing secret"
+ENV = "environment variable of the ranks; it is stored in the run's folder, so no secrets"
 ATTEMPTS = "attempts in a row from the same checkpoint, after which the job gives up (default 3)"
 
 
 def sbatch_option(line: str) -> str | None:
-    """Return the option of a line such as --nodes=2; None where it is not one long option."""
+    """Return the name of the option in a line such as --nodes=2; None if it is no long option."""
     match = re.fullmatch(r"--([a-z][a-z-]*)(=\S.*)?", line)
     return match[1] if match and line.isprintable() else None
 
 
 def asks_for(line: str, options: Iterable[str]) -> bool:
-    """Return True if a line gives one of the options: sbatch takes beginnings of names, too."""
+    """Return True if a line sets one of the options; sbatch also accepts prefixes of names."""
     name = sbatch_option(line)
     return name is not None and any(option.startswith(name) for option in options)
 
@@ -89,7 +89,7 @@ Line = Annotated[str, BeforeValidator(_check_line)]
 
 
 class Resources(BaseModel):
-    """What a command line and a site file both give; None stands for SLURM's default."""
+    """Options of both the command line and the site file; None stands for SLURM's default."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
@@ -107,7 +107,7 @@ class Resources(BaseModel):
 
 
 class Site(Resources):
-    """A cluster's settings. The command line wins over those that are also options of `submit`."""
+    """A cluster's settings; options of the command line have priority over the same keys."""
 
     gpu_request: Literal["gpus-per-node", "gres"] = "gpus-per-node"
     sbatch: list[Annotated[str, AfterValidator(_check_sbatch)]] = Field(
@@ -140,18 +140,18 @@ class Options(Resources):
 
     @property
     def lead(self) -> int:
-        """Seconds before the time limit at which the ranks are told to save and stop."""
+        """Return the seconds before the time limit at which the ranks save and stop."""
         if self.lead_seconds is not None:
             return self.lead_seconds
         limit = seconds_of(self.time) if self.time else None
-        # A job that is short itself must not be stopped before it has done anything.
+        # A short job must not be stopped before it has trained.
         return DEFAULT_LEAD_SECONDS if limit is None else min(DEFAULT_LEAD_SECONDS, limit // 2)
 
     def with_site(self, site: Site) -> Options:
-        """Return these options with the site's values where none was given, checked.
+        """Return these options with the site's values for missing ones, after checking them.
 
         Raises:
-            UserError: two of them contradict each other.
+            UserError: two options contradict each other.
         """
         missing = {
             name: getattr(site, name)
@@ -178,10 +178,10 @@ class Options(Resources):
 
 
 def seconds_of(time: str) -> int | None:
-    """Return a time limit in SLURM's notation in seconds; None: without limit.
+    """Return a time limit in SLURM's notation as seconds; None for no limit.
 
     Raises:
-        UserError: it is none of SLURM's forms.
+        UserError: the text has none of SLURM's forms.
     """
     if time.lower() in ("unlimited", "infinite", "-1"):
         return None
@@ -205,7 +205,7 @@ def seconds_of(time: str) -> int | None:
 
 
 def load_site(given: Path | str | None) -> tuple[Site, Path | None]:
-    """Read a site file: the given one, else $CAT_LM_SITE, else the usual place, if it is there.
+    """Read a site file: the given one, or $CAT_LM_SITE, or the default path if it exists.
 
     Raises:
         UserError: the file is missing, unreadable or has an unknown key or a wrong value.
@@ -228,55 +228,64 @@ def load_site(given: Path | str | None) -> tuple[Site, Path | None]:
 
 
 def options_from(arguments: argparse.Namespace, earlier: Options | None = None) -> Options:
-    """Join the options of a command line with earlier ones, which they win over.
+    """Return the options of a command line, with `earlier` ones for those that it lacks.
 
     Raises:
-        UserError: a value would break the script's lines.
+        UserError: a value would break the lines of the script.
     """
     given = {name: getattr(arguments, name, None) for name in Options.model_fields}
     given = {name: value for name, value in given.items() if value is not None}
     earlier = earlier or Options()
     given["env"] = {**earlier.env, **dict(given.get("env", ()))}
     if given.get("gpus_per_node") and "tasks_per_node" not in given:
-        given["tasks_per_node"] = None  # from GPUs to CPUs and back
+        given["tasks_per_node"] = None  # The run may have used CPUs before.
     return check_shape({**earlier.model_dump(), **given}, Options, "options")
 
 
 def add_options(parser: argparse.ArgumentParser, resumed: bool = False) -> None:
-    """Add a run's options; none is required for `resume`, whose defaults are the run's own."""
+    """Add the options of a run; `resume` requires none, and defaults to the run's."""
     add = parser.add_argument_group("ranks").add_argument
     gpus = whole(numbers.PER_NODE.at_least(0))
     add("--nodes", type=whole(numbers.NODES), metavar="N", required=not resumed)
-    add("--gpus-per-node", type=gpus, metavar="G", help="one task each; 0: CPUs only")
+    add(
+        "--gpus-per-node",
+        type=gpus,
+        metavar="G",
+        help="GPUs per node, with one rank each; 0: CPUs only",
+    )
     ranks = whole(numbers.PER_NODE)
-    add("--tasks-per-node", type=ranks, metavar="N", help="ranks of a node without GPUs")
+    add("--tasks-per-node", type=ranks, metavar="N", help="ranks per node without GPUs")
     add_resources(parser, CORES_DEFAULT)
     add = parser.add_argument_group("stopping and resuming").add_argument
     add(
         "--lead-seconds",
         type=whole(LEAD_SECONDS),
         metavar="N",
-        help="the ranks save and stop so long before the time limit (default 300, or half the "
-        "limit where that is less)",
+        help="seconds before the time limit at which the ranks save and stop (default 300, or half "
+        "the limit if that is less)",
     )
     add("--max-restarts", type=whole(numbers.RESTARTS), metavar="N", help=ATTEMPTS)
 
 
 def add_resources(parser: argparse.ArgumentParser, cores: str = CORES) -> None:
-    """Add what every job may ask for; `cores` is the help of --cpus-per-task."""
+    """Add the options of every job; `cores` is the help text of --cpus-per-task."""
     add = parser.add_argument_group(
-        "resources", "where none is given: the site file's, otherwise SLURM's default"
+        "resources", "default: those of the site file, or else of SLURM"
     ).add_argument
     add("--cpus-per-task", type=whole(numbers.CORES), metavar="N", help=cores)
     for name in ("partition", "account", "qos", "constraint", "reservation"):
         add(f"--{name}", metavar="NAME")
-    add("--time", metavar="LIMIT", help="minutes, hours:minutes:seconds or days-hours")
-    add("--mem", metavar="SIZE", help="memory of a node, such as 200G; 0: all")
-    add("--exclusive", action="store_true", default=None, help="no other jobs on these nodes")
+    add("--time", metavar="LIMIT", help="time limit: minutes, hours:minutes:seconds or days-hours")
+    add("--mem", metavar="SIZE", help="memory per node, such as 200G; 0: all")
+    add("--exclusive", action="store_true", default=None, help="allow no other jobs on these nodes")
     add("--container", metavar="IMAGE", help="image that the ranks run in (srun with pyxis)")
-    add("--container-mounts", metavar="SRC:DST,…", help="beside the job's folder and the data")
+    add(
+        "--container-mounts",
+        metavar="SRC:DST,…",
+        help="further mounts, besides the job's folder and the data",
+    )
     add("--env", action="append", type=variable, metavar="NAME=VALUE", help=ENV)
-    add("--site", metavar="FILE", help="site settings (default: $CAT_LM_SITE)")
+    add("--site", metavar="FILE", help="site file (default: $CAT_LM_SITE)")
     add(
         "--print",
         action="store_true",
@@ -292,7 +301,7 @@ def check_name(text: str) -> str:
 
 
 def variable(text: str) -> tuple[str, Any]:
-    """Take a variable of the ranks, NAME=VALUE."""
+    """Parse an environment variable of the ranks, NAME=VALUE."""
     name, equals, value = text.partition("=")
     if not equals or not ENV_NAME.fullmatch(name) or "\n" in value:
         raise argparse.ArgumentTypeError(f"{clipped(repr(text))}: must have the form NAME=VALUE")
@@ -301,7 +310,7 @@ def variable(text: str) -> tuple[str, Any]:
 
 @contextmanager
 def warning_where(only_shown: bool) -> Iterator[None]:
-    """Make a UserError about this machine a warning where the script is only printed."""
+    """Print a UserError about this machine as a warning if the script is only shown."""
     try:
         yield
     except UserError as error:

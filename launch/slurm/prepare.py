@@ -1,4 +1,4 @@
-"""`prepare`: data_prep.prepare on many nodes, an array that encodes and a job that assembles."""
+"""`prepare`: run data_prep.prepare on many nodes, by an array of jobs and a final job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from launch.slurm import cluster, script, snapshot
 from launch.slurm.folder import RunFolder
 from launch.slurm.options import load_site, options_from, warning_where
 
-# What this command decides itself, or what tasks at the same time would do to each other.
+# Flags that this command sets itself, or with which simultaneous tasks would conflict.
 _OWN_FLAGS = ("--stage", "--task", "--estimate", "--workers", "--overwrite")
 ABOUT = "{} of data_prep.prepare, rendered by `python -m launch.slurm prepare`."
 AGAIN = "What is finished stays finished: it may be submitted again."
@@ -22,10 +22,10 @@ def prepare(arguments: argparse.Namespace) -> None:
     parsed = check_flags(arguments.words)
     site, _ = load_site(arguments.site)
     options = options_from(arguments).with_site(site)
-    if not options.container:  # which may know other paths
+    if not options.container:  # A container may have other paths.
         with warning_where(arguments.print):
             check_inputs(parsed)
-    # The jobs' files lie beside the data: a data folder holds nothing else.
+    # The jobs' files are beside the data folder, which has only data.
     folder = RunFolder(parsed.out)
     folder = RunFolder(parsed.out, folder.run.with_name(f"{folder.run.name}.slurm"))
     places = [str(folder.run.parent), *script.places_in(arguments.words)]
@@ -52,17 +52,17 @@ def prepare(arguments: argparse.Namespace) -> None:
         write_text(path, text)
     encode, assemble = texts
     first = cluster.submit(encode)
-    # Without the second option it would wait for ever where the first job has failed.
+    # Without the second option it would wait forever after a failed first job.
     then = cluster.submit(assemble, f"--dependency=afterok:{first}", "--kill-on-invalid-dep=yes")
     print(f"submitted job {first}: {arguments.tasks} tasks that encode, then job {then}: assembles")
     print(f"logs {folder.slurm}/*.log; where a task fails, the same command continues")
 
 
 def check_flags(flags: Sequence[str]) -> argparse.Namespace:
-    """Read the flags of data_prep.prepare by its own rules."""
+    """Parse the flags of data_prep.prepare by its own parser."""
     for flag in flags:
         name = flag.partition("=")[0]
-        # argparse takes beginnings of names too.
+        # argparse also accepts prefixes of names.
         if len(name) > 3 and any(own.startswith(name) for own in _OWN_FLAGS):
             raise UserError(f"{flag}: does not go with `launch.slurm prepare`; leave it out")
     from data_prep.prepare import parse_arguments
@@ -71,7 +71,7 @@ def check_flags(flags: Sequence[str]) -> argparse.Namespace:
 
 
 def check_inputs(parsed: argparse.Namespace) -> None:
-    """Raise UserError for a source or tokenizer that is not there, before it has queued."""
+    """Raise UserError for a missing source or tokenizer before the job waits in a queue."""
     from cat_lm.data.tokenizers import check_spec
     from data_prep.sources.local import matches
 

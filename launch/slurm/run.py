@@ -18,9 +18,10 @@ from launch.slurm.folder import JobRecord, RunFolder, jobs_of
 from launch.slurm.options import Options, Site, load_site, options_from, warning_where
 from launch.slurm.submit import refuse_second_job, submit_script
 
-# First words that are the project's interpreter. Another job on the node may have torchrun's port.
+# Commands that run in the project's interpreter, and what it is called with. torchrun's own port
+# may be used by another job on the node.
 PROGRAMS = {"python": (), "python3": (), "torchrun": ("-c", torchrun.START, *torchrun.ONE_MACHINE)}
-# Where the jobs' folders lie.
+# The parent of the jobs' folders.
 JOBS = Path("runs/jobs")
 ABOUT = (
     "One command, rendered by `python -m launch.slurm run`. Where it fails it is not started again."
@@ -29,7 +30,7 @@ LINES_SHOWN = 20
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Submit the job; with --wait, leave with its exit code."""
+    """Submit the job; with --wait, wait for it and exit with its code."""
     site, site_file = load_site(arguments.site)
     given = options_from(arguments)
     options = given.with_site(site)
@@ -62,8 +63,8 @@ def with_interpreter(words: Sequence[str], options: Options, site: Site) -> list
     """Return the command with the project's interpreter as its `python` or `torchrun`.
 
     Raises:
-        UserError: it begins with a program that is not there. A container or the site's own lines
-            may bring it.
+        UserError: its program is not installed here, and no container or setup of the site could
+            provide it.
     """
     if words[0] in PROGRAMS:
         return [script.python_of(options, site), *PROGRAMS[words[0]], *words[1:]]
@@ -76,7 +77,7 @@ def with_interpreter(words: Sequence[str], options: Options, site: Site) -> list
 
 
 def free_name(words: Sequence[str]) -> str:
-    """Return the command's module or program with the first number that no folder has."""
+    """Return the name of the command's module or program, with the first unused number."""
     has_module = "-m" in words[:-1]
     program = words[words.index("-m") + 1] if has_module else Path(words[0]).name
     names = (f"{script.plain_name(program)}-{number}" for number in itertools.count(1))
@@ -84,7 +85,7 @@ def free_name(words: Sequence[str]) -> str:
 
 
 def wait(folder: RunFolder, job_id: str) -> int:
-    """Wait for the job's end, show the end of its log where it failed, and return its exit code."""
+    """Wait for the job's end, print the end of its log if it failed, and return its exit code."""
     try:
         job = cluster.wait_until_over(job_id, folder.script)
     except KeyboardInterrupt:
@@ -95,7 +96,7 @@ def wait(folder: RunFolder, job_id: str) -> int:
     state = job.state.lower() if job else "over, and SLURM has forgotten how it ended"
     code = job.exit_code if job and job.exit_code else 1
     print(f"job {job_id}: {state}, exit code {code}; the end of {folder.log}:", file=sys.stderr)
-    # A job that never began has none.
+    # A job that never began has no log.
     with suppress(FileNotFoundError), open(folder.log, "rb") as log:
         sys.stderr.write(b"".join(deque(log, LINES_SHOWN)).decode("utf-8", "replace"))
     return code

@@ -1,4 +1,4 @@
-"""Render batch scripts: a training run's, with the fixed body, and those of other programs."""
+"""Render the batch scripts of training runs (with the fixed body.sh) and of other programs."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from launch.slurm.folder import RunFolder
 from launch.slurm.options import CORES_OF_A_GPU, Options, Site, asks_for
 
 BODY = Path(__file__).with_name("body.sh")
-# What the script itself sets for its ranks, beside `environment`.
+# Variables that a training run's script sets for its ranks, in addition to `environment`.
 EXPORTED = ("GIT_CEILING_DIRECTORIES", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
-# What it sets for another program.
+# Variables that the script of another program sets.
 OF_PROGRAM = ("PYTHONPATH", "PYTHONSAFEPATH", "PYTHONUNBUFFERED")
 
 
@@ -28,9 +28,9 @@ def render(folder: RunFolder, options: Options, site: Site, values: dict[str, An
     """Return the text of the batch script.
 
     Args:
-        options: joined with the site's (`Options.with_site`).
-        values: the configuration with absolute paths; a container gets its inputs mounted, and
-            its cache, which may still have to be made.
+        options: options with the site's values (`Options.with_site`).
+        values: the configuration with absolute paths. A container mounts its inputs and its cache,
+            which the script makes if necessary.
     """
     cache = snapshot.cache_of(values)
     places = [str(folder.run), *snapshot.inputs_of(values), cache]
@@ -40,10 +40,10 @@ def render(folder: RunFolder, options: Options, site: Site, values: dict[str, An
         f"--signal=USR1@{options.lead}",
         *_closing_lines(site, folder, "job"),
     ]
-    without = " ".join(f"-u {name}" for name in cluster.overriding(lines))
+    without = " ".join(f"-u {name}" for name in cluster.overriding_variables(lines))
     by_hand = f"{f'env {without} ' if without else ''}sbatch {shlex.quote(str(folder.script))}"
     run = shlex.quote(str(folder.run))
-    made = [cache] if container and cache in _not_held(options, places) else []
+    made = [cache] if container and cache in _unmounted_folders(options, places) else []
     return "\n".join(
         [
             "#!/bin/bash",
@@ -59,15 +59,15 @@ def render(folder: RunFolder, options: Options, site: Site, values: dict[str, An
             *setup_lines(site),
             f"run={run}",
             "code=$run/slurm/code",
-            # The code is a copy: git must not take a checkout around it for its version.
+            # git must not describe the copy of the code by a checkout around it.
             "export GIT_CEILING_DIRECTORIES=$run/slurm",
             f"python={shlex.quote(python_of(options, site))}",
             f"lead={options.lead}",
             f"max_restarts={options.max_restarts}",
             f"resume={shlex.quote(f'python -m launch.slurm resume {run}')}",
-            array("environment", [f"{name}={value}" for name, value in options.env.items()]),
-            array("made", made),
-            array("srun_options", [*site.srun, *container]),
+            bash_array("environment", [f"{name}={value}" for name, value in options.env.items()]),
+            bash_array("made", made),
+            bash_array("srun_options", [*site.srun, *container]),
             BODY.read_text(encoding="utf-8"),
         ]
     )
@@ -75,15 +75,15 @@ def render(folder: RunFolder, options: Options, site: Site, values: dict[str, An
 
 @dataclass(frozen=True)
 class Program:
-    """What a job of one task runs, in the folder where it is submitted.
+    """The program of a job with one task, which runs in the folder where it is submitted.
 
     Attributes:
-        words: the command, a word each; they arrive as they are.
+        words: the words of the command, which are passed without expansion.
         about: comments at the top of the script.
-        places: what a container sees besides the job's folder and the current one.
-        stage: names job and log where several jobs share a folder.
-        tasks: of an array of jobs.
-        more: further words, which the job's shell expands.
+        places: paths that a container mounts besides the job's folder and the current one.
+        stage: suffix of the names of job and log, if several jobs share a folder.
+        tasks: number of jobs of an array; None for a single job.
+        more: further words of the command, which the job's shell expands.
     """
 
     words: Sequence[str]
@@ -96,7 +96,7 @@ class Program:
 
 def render_program(folder: RunFolder, options: Options, site: Site, program: Program) -> str:
     """Return the text of a batch script that runs a program with the copy of the code."""
-    # Relative names mean what they mean where this is submitted.
+    # The job runs in the current folder, so that relative paths stay valid.
     here, stage, tasks = os.getcwd(), program.stage, program.tasks
     lines = [
         *_size_lines(f"{job_name(folder)}{stage and f'-{stage}'}", options, site, 1),
@@ -120,10 +120,10 @@ def render_program(folder: RunFolder, options: Options, site: Site, program: Pro
             "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1",
             "cores=${SLURM_CPUS_PER_TASK:-${SLURM_CPUS_ON_NODE:-1}}",
             'if [ -z "${SLURM_CPUS_PER_GPU:-}" ]; then export SRUN_CPUS_PER_TASK=$cores; fi',
-            array("environment", [f"{n}={v}" for n, v in options.env.items()]),
+            bash_array("environment", [f"{n}={v}" for n, v in options.env.items()]),
             'if [ "${#environment[@]}" -gt 0 ]; then export "${environment[@]}"; fi',
-            array("srun_options", srun),
-            array("command", program.words),
+            bash_array("srun_options", srun),
+            bash_array("command", program.words),
             'exec srun "${srun_options[@]}" --ntasks=1 --export=ALL "${command[@]}"' + program.more,
             "",
         ]
@@ -131,10 +131,11 @@ def render_program(folder: RunFolder, options: Options, site: Site, program: Pro
 
 
 def places_in(words: Sequence[str]) -> list[str]:
-    """Return the paths that a command names, for a container: of a glob the folder it begins in."""
+    """Return the existing paths in a command, for a container; the parent folder of a pattern."""
     found = []
     for word in words:
-        path = Path(word.rpartition("=")[2])  # of --path=/data, or data.path=/data
+        # The word may be a path, --path=/data or data.path=/data.
+        path = Path(word.rpartition("=")[2])
         if not os.path.exists(path):
             path = Path(*itertools.takewhile(lambda piece: not glob.has_magic(piece), path.parts))
         if os.path.exists(path) and path != Path("/"):  # The image has a root of its own.
@@ -143,29 +144,29 @@ def places_in(words: Sequence[str]) -> list[str]:
 
 
 def _size_lines(name: str, options: Options, site: Site, tasks: int) -> list[str]:
-    """Return what a job of so many tasks a node asks for.
+    """Return the #SBATCH options for the size of a job with `tasks` tasks per node.
 
-    A task has the cores of all ranks that would share its GPUs.
+    A single task gets the cores of all ranks that would share its GPUs.
     """
     lines = [f"--job-name={name}", f"--nodes={options.nodes}", f"--ntasks-per-node={tasks}"]
     cores = options.cpus_per_task
     if options.gpus_per_node:
         gres = site.gpu_request == "gres"
         lines.append(f"--{'gres=gpu:' if gres else 'gpus-per-node='}{options.gpus_per_node}")
-        # SLURM takes one of these, not two.
+        # SLURM accepts only one of these options.
         asked = any(asks_for(line, ("cpus-per-task", "cpus-per-gpu")) for line in site.sbatch)
         cores = cores or (None if asked else CORES_OF_A_GPU)
     cores = cores and cores * options.ranks_per_node // tasks
     names = ("mem", "partition", "account", "qos", "constraint", "reservation", "time")
     given = {"cpus-per-task": cores} | {name: getattr(options, name) for name in names}
-    # Quoted as a shell would, which is how SLURM reads these lines: `a100&nvlink` is one value.
+    # SLURM parses these lines as a shell does; `a100&nvlink` must be quoted.
     lines += [f"--{n}={shlex.quote(str(value))}" for n, value in given.items() if value is not None]
     return lines + (["--exclusive"] if options.exclusive else [])
 
 
 def _closing_lines(site: Site, folder: RunFolder, log: str) -> list[str]:
-    """Return what every job asks for, with its log, and the site's own lines."""
-    place = str(folder.slurm).replace("%", "%%")  # SLURM replaces % in names of logs
+    """Return the #SBATCH lines that every job has, and the site's lines."""
+    place = str(folder.slurm).replace("%", "%%")  # SLURM replaces % in the names of logs.
     return ["--requeue", "--open-mode=append", f'--output="{place}/{log}.log"', *site.sbatch]
 
 
@@ -181,18 +182,18 @@ def setup_lines(site: Site) -> list[str]:
     return ["# The site's own lines.", *site.setup, ""] if site.setup else []
 
 
-def array(name: str, items: Sequence[str]) -> str:
-    """Return an assignment to a bash array, an item a line."""
+def bash_array(name: str, items: Sequence[str]) -> str:
+    """Return an assignment to a bash array, with one item per line."""
     lines = []
     for item in items:
         quoted = shlex.quote(item)
-        # In an array of bash, a comma without quotes looks like a mistake (to shellcheck).
+        # shellcheck warns about an unquoted comma in a bash array.
         lines.append(f"\n    '{item}'" if "," in item and quoted == item else f"\n    {quoted}")
     return f"{name}=({''.join(lines)}\n)" if items else f"{name}=()"
 
 
 def python_of(options: Options, site: Site) -> str:
-    """Return the site's, or this one; where a container or setup brings another, that on PATH."""
+    """Return the site's Python, or that on PATH with a container or setup, or else this one."""
     if site.python:
         return site.python
     return "python" if options.container or site.setup else sys.executable
@@ -204,13 +205,16 @@ def container_arguments(
     """Return srun's arguments for the container, if there is one.
 
     Args:
-        places: folders that it sees.
-        exported: variables that the batch script sets beside the options'.
+        places: folders to mount.
+        exported: variables that the batch script sets, in addition to those of the options.
     """
     if not options.container:
         return []
-    mounts = [*_asked(options), *(f"{path}:{path}" for path in _not_held(options, places))]
-    # An image's own values come before the job's, but for variables that are named here.
+    mounts = [
+        *_requested_mounts(options),
+        *(f"{path}:{path}" for path in _unmounted_folders(options, places)),
+    ]
+    # Variables of an image override those of the job, unless they are named here.
     names = dict.fromkeys([*exported, *options.env])
     return [
         f"--container-image={options.container}",
@@ -220,9 +224,9 @@ def container_arguments(
     ]
 
 
-def _not_held(options: Options, needed: Sequence[str]) -> list[str]:
-    """Return the folders that lie in no mount asked for, nor in another folder before them."""
-    inside = [Path(m.split(":")[1] if ":" in m else m) for m in _asked(options)]
+def _unmounted_folders(options: Options, needed: Sequence[str]) -> list[str]:
+    """Return the folders that are in no requested mount, and in no earlier folder of the list."""
+    inside = [Path(m.split(":")[1] if ":" in m else m) for m in _requested_mounts(options)]
     result = []
     for path in dict.fromkeys(needed):
         if not any(Path(path).is_relative_to(place) for place in inside):
@@ -231,5 +235,5 @@ def _not_held(options: Options, needed: Sequence[str]) -> list[str]:
     return result
 
 
-def _asked(options: Options) -> list[str]:
+def _requested_mounts(options: Options) -> list[str]:
     return options.container_mounts.split(",") if options.container_mounts else []

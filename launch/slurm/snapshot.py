@@ -1,4 +1,4 @@
-"""A run's code and configuration as they are now, so that later edits change nothing for it.
+"""Copy a run's code and configuration, so that later edits do not affect the run.
 
 A job may wait for days and restart for weeks. It runs from RUN/slurm/code, never from the checkout.
 """
@@ -25,7 +25,7 @@ from launch.slurm.folder import RunFolder
 
 PROJECT = Path(__file__).resolve().parents[2]
 PARTS = ("cat_lm", "configs", "data_prep", "eval", "launch", "train.py")
-# Code is small; beyond this, data lies in the checkout and git does not ignore it.
+# A larger checkout contains data that git does not ignore.
 MOST_BYTES = 256 * 2**20
 
 
@@ -33,7 +33,7 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
     """Copy the checkout into RUN/slurm/code, with code.json and code.diff; return code.json.
 
     Raises:
-        UserError: what git does not ignore is too large to be code, or git refuses the checkout.
+        UserError: the files that git does not ignore are too large, or git refuses the checkout.
     """
     commit = _commit(project)
     files, untracked = _code_files(project, commit is not None)
@@ -70,26 +70,26 @@ def save_code(folder: RunFolder, project: Path) -> dict[str, Any]:
 
 
 def _own_files(copy: Path) -> list[str]:
-    """List the files of a copy of the code, with what Python compiled of them."""
+    """Return the files of a copy of the code, including those that Python compiled."""
     compiled = (str(path.relative_to(copy)) for path in copy.rglob("__pycache__/*.pyc*"))
     return [*read_listing(copy), *compiled]
 
 
 def _commit(project: Path) -> str | None:
-    """Return the checkout's commit; None where git knows none."""
+    """Return the commit of the checkout, or None."""
     top, commit = (_git(project, "rev-parse", what) for what in ("--show-toplevel", "HEAD"))
     if top is None and (project / ".git").exists() and shutil.which("git"):
         raise UserError(
             f"{project}: git refuses to tell the commit that this run is of; "
             f"`git -C {project} status` says why"
         )
-    # A copy without .git inside some other repository is none of that repository's versions.
+    # A copy without .git may be inside of another repository, whose commit does not apply.
     is_own = top and resolve(top.strip()) == resolve(project)
     return commit.strip() if is_own and commit else None
 
 
 def _code_files(project: Path, in_git: bool) -> tuple[list[str], list[str]]:
-    """Return the files of a run's code, and those of them that git does not track."""
+    """Return (the files of a run's code, those of them that git does not track)."""
     if not in_git:
         paths = [path for part in PARTS for path in (project / part, *(project / part).rglob("*"))]
         paths = [path for path in paths if path.is_file() and "__pycache__" not in path.parts]
@@ -100,19 +100,19 @@ def _code_files(project: Path, in_git: bool) -> tuple[list[str], list[str]]:
         return {name for name in names.split("\0") if (project / name).is_file()}
 
     untracked = listed("--others", "--exclude-standard")
-    # A stray file at the top may be anything, keys and passwords among it.
+    # Untracked files at the top level may be anything, even keys and passwords.
     strays = {name for name in untracked if not _is_code(name)}
     files = (listed("--cached") | untracked) - strays
     return sorted(files), sorted(untracked - strays)
 
 
 def _is_code(name: str) -> bool:
-    """Return True if an untracked file belongs to a run: in a part of ours, and not hidden."""
+    """Return True if an untracked file is in one of `PARTS` and not hidden."""
     return name.split("/")[0] in PARTS and not any(p.startswith(".") for p in name.split("/"))
 
 
 def _git(project: Path, *arguments: str) -> str | None:
-    """Return git's output; None where it fails. A diff may hold bytes of any encoding."""
+    """Return git's output, with invalid UTF-8 replaced; None if it fails."""
     words = ["git", "-C", str(project), "-c", "core.quotepath=off", *arguments]
     try:
         done = subprocess.run(words, capture_output=True, timeout=120)
@@ -121,8 +121,8 @@ def _git(project: Path, *arguments: str) -> str | None:
     return done.stdout.decode("utf-8", "replace") if done.returncode == 0 else None
 
 
-def resolved(config: RunConfig) -> dict[str, Any]:
-    """Return the configuration's values with absolute paths: the job runs in another folder."""
+def resolve_paths(config: RunConfig) -> dict[str, Any]:
+    """Return the values of a configuration with absolute paths, for a job in another folder."""
     values = config.model_dump(mode="json")
     data, train = values["data"], values["train"]
     for section, key in ((data, "path"), (data, "cache_dir"), (train, "init_from")):
@@ -135,14 +135,14 @@ def resolved(config: RunConfig) -> dict[str, Any]:
 
 
 def inputs_of(values: dict[str, Any]) -> list[str]:
-    """Return the local folders that a resolved configuration reads."""
+    """Return the local folders that a configuration with absolute paths reads."""
     data = values["data"]
     paths = [data["path"], *(data["mixture"] or {}), values["train"]["init_from"]]
     return [path for path in paths if path and "://" not in path]
 
 
 def cache_of(values: dict[str, Any]) -> str:
-    """Return the folder of copies and notes that cannot lie beside the data, `data.cache_dir`."""
+    """Return the absolute path of the cache of data (`data.cache_dir`)."""
     return _absolute(values["data"]["cache_dir"] or DEFAULT_CACHE)
 
 

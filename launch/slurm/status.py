@@ -1,4 +1,4 @@
-"""`status`: where a run stands, from SLURM and from the run's own files."""
+"""`status`: show the state of runs, from SLURM and from the runs' files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from launch.slurm.folder import RunFolder, read_record
 
 
 class Step(Record):
-    """The keys that `status` reads of a step's record; validations have no loss."""
+    """The keys of a step's record that `status` reads; records of validations have no loss."""
 
     step: int
     loss: FiniteFloat | None
@@ -27,23 +27,23 @@ class Step(Record):
 
 
 def status(arguments: argparse.Namespace) -> None:
-    runs = [look(RunFolder(run)) for run in arguments.runs]
+    runs = [read_state(RunFolder(run)) for run in arguments.runs]
     is_one = len(runs) == 1
-    print(describe(runs[0]) if is_one else table(runs))
+    print(format_state(runs[0]) if is_one else format_table(runs))
     if arguments.json:
         found = runs[0] if is_one else {"runs": runs}
         write_result(arguments.json, "--json", "python -m launch.slurm status", found)
 
 
-def look(folder: RunFolder) -> dict[str, Any]:
-    """Return everything that `status` shows, as JSON."""
+def read_state(folder: RunFolder) -> dict[str, Any]:
+    """Return the state of a run as a JSON object, which `status` shows."""
     record = read_record(folder)
     last = record.job_ids[-1] if record.jobs else None
     try:
         active = cluster.active_jobs([folder.script])
         job = active[0] if active else last and cluster.job_state(last)
     except UserError as error:
-        # The run's own files still tell where it stands.
+        # Show the state of the run's files without SLURM.
         job = cluster.JobState(last, "unknown", str(error))
     tried = folder.attempt_lines()
     known = asdict(job or cluster.JobState(last, "unknown"))
@@ -58,7 +58,7 @@ def look(folder: RunFolder) -> dict[str, Any]:
         "last_attempt": tried[-1] if tried else None,
         "checkpoint": folder.newest_checkpoint(),
         **_progress(folder),
-        # `local` writes to the terminal.
+        # `local` has no job log.
         "log": str(folder.log if record.jobs else folder.run / "train.log"),
     }
 
@@ -67,18 +67,18 @@ def _progress(folder: RunFolder) -> dict[str, Any]:
     """Return the last complete record of a training step."""
     progress = dict.fromkeys(Step.model_fields)
     with suppress(FileNotFoundError), open(folder.metrics, "rb") as stream:
-        # Enough for the last few records; a long run has very many.
+        # Read only the last records, since a long run has very many.
         stream.seek(max(0, folder.metrics.stat().st_size - 2**16))
         lines = stream.read().decode("utf-8", "replace").splitlines()
         for line in reversed(lines):
-            # The first line may be cut, the last one half-written.
+            # The first line may be cut, and the last one incomplete.
             with suppress(ValidationError):
                 return Step.model_validate_json(line).model_dump()
     return progress
 
 
-def describe(found: dict[str, Any]) -> str:
-    """Format what `look` found, a line each."""
+def format_state(found: dict[str, Any]) -> str:
+    """Return the lines for one run."""
     state = found["state"].lower()
     if found["job"] is None:
         state = "started by `local`, or never submitted"
@@ -111,8 +111,8 @@ def describe(found: dict[str, Any]) -> str:
     return "\n".join(f"{name:<12}{value}" for name, value in rows.items())
 
 
-def table(runs: Sequence[dict[str, Any]]) -> str:
-    """Lay out what `look` found of several runs, a row each."""
+def format_table(runs: Sequence[dict[str, Any]]) -> str:
+    """Return a table with a row for each run."""
     names = ("job", "state", "step", "loss", "checkpoint", "attempts", "run")
     rows = [names]
     for found in runs:

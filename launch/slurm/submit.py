@@ -1,4 +1,4 @@
-"""`submit`, `resume` and `cancel`: from a configuration to a queued job."""
+"""`submit`, `resume` and `cancel`: queue the job of a configuration, or end it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ from launch.slurm.options import Options, Site, load_site, options_from, warning
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything about a job, checked, with nothing written yet.
+    """Everything about a job, after all checks and before anything is written.
 
     Attributes:
+        folder: the run's paths.
         values: the configuration with absolute paths.
-        options: with the site's values; those of the record are without.
+        record: the content of job.json, whose options are without the site's values.
+        options: the options with the site's values.
+        site: the site file.
     """
 
     folder: RunFolder
@@ -40,13 +43,13 @@ class Plan:
 
 
 def submit(arguments: argparse.Namespace) -> None:
-    """Submit a run for each configuration, after all of them were checked."""
-    # Configurations stand among the overrides, which all have an equals sign.
+    """Submit a run for each configuration, after checking all of them."""
+    # Further configurations are among the overrides, which all have an equals sign.
     values = vars(arguments)
     overrides = [text for text in arguments.overrides if "=" in text]
     names = [arguments.config, *(text for text in arguments.overrides if "=" not in text)]
     of_one = [values | {"config": name, "overrides": overrides} for name in names]
-    plans = [plan_of(argparse.Namespace(**given)) for given in of_one]
+    plans = [plan_job(argparse.Namespace(**given)) for given in of_one]
     folders = [plan.folder.run for plan in plans]
     for folder in folders:
         if folders.count(folder) > 1:
@@ -58,11 +61,11 @@ def submit(arguments: argparse.Namespace) -> None:
 
 def resume(arguments: argparse.Namespace) -> None:
     folder = RunFolder(arguments.run)
-    _submit(arguments, [plan_of(arguments, folder)], continued=True)
+    _submit(arguments, [plan_job(arguments, folder)], continued=True)
 
 
 def _submit(arguments: argparse.Namespace, plans: Sequence[Plan], continued: bool = False) -> None:
-    """Show the scripts, or check all of them and then submit each."""
+    """Print the scripts, or check all of them and then submit each."""
     if arguments.print:
         print("\n".join(plan.text() for plan in plans), end="")
         return
@@ -88,7 +91,7 @@ def _submit_one(arguments: argparse.Namespace, plan: Plan, continued: bool) -> N
 
 
 def submit_script(folder: RunFolder, text: str, record: JobRecord, verb: str, what: str) -> str:
-    """Write and submit a script, record the job and show where its files lie; return its id."""
+    """Write and submit a script, record the job and print where its files are; return its id."""
     write_text(folder.script, text)
     job_id, now = cluster.submit(folder.script), datetime.now(UTC).isoformat(timespec="seconds")
     words = ["python", "-m", "launch.slurm", *sys.argv[1:]]
@@ -108,16 +111,16 @@ def cancel(arguments: argparse.Namespace) -> None:
     print(f"cancelled job {jobs[0].id} ({jobs[0].state.lower()}) of {folder.run}")
 
 
-def plan_of(arguments: argparse.Namespace, continued: RunFolder | None = None) -> Plan:
+def plan_job(arguments: argparse.Namespace, continued: RunFolder | None = None) -> Plan:
     """Check everything that can be checked before the queue.
 
     Args:
-        arguments: of a command. With --print, the script may be for another machine than this:
-            folders that are missing here are warnings.
-        continued: the run that goes on; none for a new one.
+        arguments: parsed arguments. With --print, the script may be for another machine, so that
+            missing folders are warnings.
+        continued: the run to resume; None for a new run.
 
     Raises:
-        UserError: the configuration or an option is wrong, or the data is not there.
+        UserError: the configuration or an option is invalid, or data are missing.
     """
     earlier = read_record(continued) if continued else None
     if earlier and earlier.config is None:
@@ -126,7 +129,7 @@ def plan_of(arguments: argparse.Namespace, continued: RunFolder | None = None) -
         )
     options = options_from(arguments, earlier and earlier.options)
     site, site_file = Site(), None
-    if "site" in arguments:  # `local` has none
+    if "site" in arguments:  # `local` has no site.
         site, site_file = load_site(arguments.site or (earlier and earlier.site))
     path = continued.config if continued else Path(arguments.config).absolute()
     config = load_config(path, arguments.overrides)
@@ -137,8 +140,8 @@ def plan_of(arguments: argparse.Namespace, continued: RunFolder | None = None) -
             f"train.resume={config.train.resume}: a job continues the checkpoints of its own run; "
             "train.init_from starts a new one from other weights"
         )
-    values = snapshot.resolved(config)
-    if merged.container:  # the ranks' home is another there
+    values = snapshot.resolve_paths(config)
+    if merged.container:  # The home folder is another one in a container.
         values["data"]["cache_dir"] = snapshot.cache_of(values)
     folder = RunFolder(values["train"]["output_dir"])
     if continued and continued.run != folder.run:
@@ -149,7 +152,7 @@ def plan_of(arguments: argparse.Namespace, continued: RunFolder | None = None) -
     is_shown = getattr(arguments, "print", False)
     with warning_where(is_shown):
         folder.check_writable()
-    # A container may know other paths.
+    # A container may have other paths.
     for place in [] if merged.container else snapshot.inputs_of(values):
         with warning_where(is_shown):
             if not Path(place).is_dir():
@@ -166,7 +169,7 @@ def plan_of(arguments: argparse.Namespace, continued: RunFolder | None = None) -
 
 
 def refuse_second_job(folder: RunFolder) -> None:
-    """Raise UserError where the run has a queued or running job."""
+    """Raise UserError if the run has a queued or running job."""
     job = next(iter(cluster.active_jobs([folder.script])), None)
     if job is not None:
         raise UserError(
@@ -176,7 +179,7 @@ def refuse_second_job(folder: RunFolder) -> None:
 
 
 def refuse_other_run(plan: Plan) -> None:
-    """Raise UserError where a new run would continue an old one's checkpoints by accident."""
+    """Raise UserError if a new run would resume checkpoints of an earlier run by accident."""
     found = complete_checkpoints(plan.folder.checkpoints)
     if found and plan.values["train"]["resume"] != "auto":
         raise UserError(

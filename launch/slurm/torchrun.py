@@ -1,4 +1,4 @@
-"""torchrun that ends with the code of the rank that failed first; torchrun's own is always 1."""
+"""Run torchrun, and end with the exit code of the rank that failed first (torchrun's is 1)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 PR_SET_PDEATHSIG = 1
 # Ranks of one machine meet at a free port, also where its name leads nowhere.
 ONE_MACHINE = ("--standalone", "--local-addr", "127.0.0.1")
-# What `python -c START TORCHRUN-ARGUMENTS` does in a process of its own.
+# `python -c START TORCHRUN-ARGUMENTS` runs torchrun in a new process.
 START = "import sys; from launch.slurm.torchrun import main; sys.exit(main())"
 
 
@@ -17,7 +17,7 @@ def main() -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 
-    # A launcher that is killed cannot end its ranks; they would train on with nobody watching.
+    # If the launcher is killed, end torchrun and its ranks, which would train unobserved.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     try:
         run(parse_args(sys.argv[1:]))
@@ -25,6 +25,6 @@ def main() -> int:
         rank, failure = error.get_first_failure()
         code = failure.exitcode
         print(f"rank {rank} ended first, exit code {code}", file=sys.stderr)
-        # Minus the signal's number where a signal ended it; shells add it to 128.
+        # A negative code is the number of a signal, which shells add to 128.
         return code if code > 0 else 128 - code
     return 0

@@ -131,7 +131,7 @@ def _submitted(run: Path) -> None:
 
     folder = RunFolder(run)
     folder.slurm.mkdir()
-    snapshot.save_config(folder, snapshot.resolved(load_config("config.yaml")))
+    snapshot.save_config(folder, snapshot.resolve_paths(load_config("config.yaml")))
     config, options = str(Path("config.yaml").absolute()), Options(nodes=2, tasks_per_node=1)
     jobs = [{"id": "12", "time": "2026-01-01T00:00:00+00:00", "command": ["python"]}]
     record = {"format": 1, "config": config, "overrides": [], "site": None, "jobs": jobs}

@@ -38,7 +38,9 @@ def test_prepare_submits_an_array_and_a_job_after_it(here):
     job = {"PATH": os.environ["PATH"], "SLURM_ARRAY_TASK_ID": "2", "SLURM_CPUS_PER_TASK": "5"}
     for stage, own in (("encode", "encode|--task|2/3|"), ("assemble", "assemble|")):
         script = folder / f"{stage}.sbatch"
-        assert "--requeue" in script.read_text()
+        lines = script.read_text().splitlines()
+        assert "#SBATCH --requeue" in lines
+        assert ("#SBATCH --array=0-2" in lines) == (stage == "encode")
         words = ["bash", script]
         done = subprocess.run(words, capture_output=True, text=True, check=True, cwd="/", env=job)
         assert done.stdout.startswith(f"1 2|{folder}/code|1|--ntasks=1|")

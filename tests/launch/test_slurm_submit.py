@@ -86,11 +86,11 @@ def test_variables_of_the_shell_do_not_win(place, monkeypatch):
 def test_paths_become_absolute(place, monkeypatch):
     monkeypatch.chdir(place.folder)
     overrides = ["data.path=data", "train.output_dir=out/run", "train.init_from=~/weights"]
-    values = snapshot.resolved(load_config(place.config, overrides))
+    values = snapshot.resolve_paths(load_config(place.config, overrides))
     assert values["data"]["path"] == str(place.data)
     assert values["train"]["output_dir"] == str(place.folder / "out" / "run")
     assert snapshot.inputs_of(values) == [str(place.data), str(place.folder / "weights")]
-    remote = snapshot.resolved(load_config(place.config, ["data.path=s3://bucket/data"]))
+    remote = snapshot.resolve_paths(load_config(place.config, ["data.path=s3://bucket/data"]))
     assert remote["data"]["path"] == "s3://bucket/data" and snapshot.inputs_of(remote) == []
 
 
