@@ -42,7 +42,7 @@ def count_parameters(model: nn.Module) -> int:
 def meta_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Build a configuration's model on the meta device, without memory, in milliseconds.
 
-    It need not be installed what the configuration asks to compute attention by.
+    The package of the configuration's attention implementation need not be installed.
     """
     family = architectures.of_config(config)
     section = architectures.section_of(config).with_portable_attention()

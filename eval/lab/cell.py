@@ -42,8 +42,10 @@ def plan_steps(
     """Yield all steps without an early stop, in order.
 
     Args:
-        examples: of training; rows: in a batch, the last of an epoch may have fewer.
-        eval_steps: steps between validations within an epoch; none: only after epochs.
+        examples: number of training examples.
+        rows: rows of a batch; the last batch of an epoch may have fewer.
+        eval_steps: steps between validations within an epoch; None for validations only after
+            epochs.
     """
     starts, step = range(0, examples, rows), 0
     for epoch in range(1, epochs + 1):

@@ -232,7 +232,8 @@ def draw_taps(
 
     Args:
         panels: stream -> taps of each row, of any length.
-        names: of the rows, at the left; said: what stands at their right.
+        names: names of the rows, which are drawn at the left.
+        said: texts of the rows, which are drawn at the right.
     """
     longest = max(len(taps) for rows in panels.values() for taps in rows)
     with matplotlib.rc_context(STYLE | {"axes.grid": False}):

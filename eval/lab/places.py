@@ -34,9 +34,10 @@ class Place:
     """A point or line of a figure whose learning rate is tuned first.
 
     Attributes:
-        run: its run but for the rate and the seed.
-        rates: to choose from, in order; seeds: runs at the chosen one.
-        trials: runs at each of the rates, whose mean score chooses.
+        run: the run, whose learning rate and seed are to be set.
+        rates: learning rates to choose from, in order.
+        seeds: number of runs at the chosen rate.
+        trials: number of runs at each rate; the rate with the best mean score is chosen.
     """
 
     run: Run

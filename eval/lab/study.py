@@ -25,11 +25,11 @@ class StudyOptions:
     """The options that a command passes to a study.
 
     Attributes:
-        scale: one of the study's.
-        seeds: runs of each model; None: the scale's.
-        models: mixers in place of the scale's.
-        rows, columns: of the report, by their names; none: all.
-        more: further options of the study's own, such as `data`.
+        scale: name of a scale of the study.
+        seeds: number of runs of each model; None for the scale's.
+        models: mixers to use instead of the scale's.
+        rows, columns: names of rows and columns of the report; empty for all.
+        more: options that only this study has, such as `data`.
     """
 
     scale: str
@@ -45,8 +45,9 @@ class Control:
     """A check that a model learned its task, or that a model without information did not.
 
     Attributes:
-        kind: positive, whose value is to be at least the bound; negative, at most.
-        what: in a few words; means: what it means that the control failed.
+        kind: `positive` (the value must be at least the bound) or `negative` (at most).
+        what: short description of the control.
+        means: what a failure of the control means.
     """
 
     row: str
@@ -82,24 +83,31 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True)
 class Study:
-    """A study.
+    """A study: the runs, measures and report for a claim of the paper.
 
     Attributes:
-        name, title: of its files, and for people.
-        places: all places of what is asked, controls too; raises UserError.
-        values: what was measured of a run, by its place on the axis; `value` is compared.
-        source: the figure or table of the paper; claim: what the paper says that it shows.
-        notes: what to know when it is read.
-        measures: row (or its beginning) -> what `value` is; "" stands for all rows.
-        also: further measure -> the title of its table.
-        axis: what stands on the axis; figure: `curves`, `strips` of a colour a column, or
-            `losses`, strips at the trained length of `extra` above curves.
-        contrasts: of lines; by_row: whether intervals are corrected for those of a row alone.
-        controls: of runs; extra: what else a record holds of runs.
-        tables, pictures: further ones of a record, the latter by the end of their files' names.
-        check: looks at finished cells, before and after the runs; raises UserError.
-        solved: the value from which a run counts as having found its task.
-        options: of `StudyOptions` and of the command that the study takes; scales: that it has.
+        name: name of the study's files.
+        title: title of the report.
+        places: returns all places for the given options, with the controls; may raise UserError.
+        values: returns the measured values of a run by place on the axis; `value` is compared.
+        source: figure or table of the paper.
+        claim: what this figure or table shows according to the paper.
+        notes: remarks for readers of the report.
+        measures: row (or a prefix of it) -> meaning of `value`; "" stands for all rows.
+        also: name of a further measure -> title of its table.
+        axis: name of the axis.
+        figure: `curves`, `strips` with a colour for each column, or `losses`: strips of `extra` at
+            the trained length above curves.
+        contrasts: returns the comparisons between lines.
+        by_row: whether intervals are corrected for the comparisons of their row only.
+        controls: returns the controls of finished runs.
+        extra: returns further values of finished runs for the record.
+        tables: returns further tables of a record.
+        pictures: returns further figures of a record by the suffixes of their files' names.
+        check: checks finished cells before and after the runs; may raise UserError.
+        solved: value from which a run counts as having solved its task.
+        options: names of the options that the study accepts.
+        scales: names of the scales that it has.
     """
 
     name: str
@@ -137,7 +145,7 @@ def check_models(models: Sequence[str], make: Callable[[str, str], object]) -> t
         make: makes a mixer of a specification and the option's name, or raises UserError.
 
     Raises:
-        UserError: one is no mixer, is the negative control or is given twice.
+        UserError: a name is no mixer, is the negative control, or is given twice.
     """
     for mixer in models:
         make(mixer, "--models")
@@ -149,10 +157,10 @@ def check_models(models: Sequence[str], make: Callable[[str, str], object]) -> t
 
 
 def choose(option: str, known: Iterable[str], names: Sequence[str]) -> list[str]:
-    """Return the known names that an option gives; all where it gives none.
+    """Return the known names that an option gives; all names if it gives none.
 
     Raises:
-        UserError: a name that is not there.
+        UserError: a name is unknown.
     """
     known = list(dict.fromkeys(known))
     for name in names:

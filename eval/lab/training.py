@@ -32,8 +32,9 @@ class Trial(ABC):
         stop_above: stop where the number is above it.
         clip: the largest norm of a gradient.
         optimizer_options: of AdamW, beside the rate and the weight decay, which are the cell's.
-        history: a point for each validation; chosen: that of the model to be tested.
-        steps: that were made.
+        history: a point for each validation.
+        chosen: the point of the model to be tested.
+        steps: number of steps made.
     """
 
     chosen_by: ClassVar[str] = ""

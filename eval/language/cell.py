@@ -60,15 +60,17 @@ class Cell(cell.Cell):
     """All values that decide a language model's result.
 
     Attributes:
-        model: of configs/study/models.yaml; recipe: `cpu` or `gpu`.
+        model: name of a model of configs/study/models.yaml.
+        recipe: `cpu` or `gpu`.
         texts: (folder, fingerprint) of prepared data; it is trained on the first, and scored on
             documents that all of them hold out.
         tokens: number of training tokens; None: as the recipe says.
-        lengths: at which it is read; none: it is trained alone.
+        lengths: context lengths to evaluate at; empty for training only.
         methods: methods of eval.length_sweep for lengths beyond the trained one.
-        documents: of each text that are scored, each of at least the largest length.
+        documents: number of documents of each text to score, each at least as long as the largest
+            length.
         skip: tokens at the beginning of the first text's split, which rates are chosen on.
-        recall, attention: whether `recalled` and `attention_statistics` are measured.
+        recall, attention: whether the recall of N-grams and the attention statistics are measured.
     """
 
     model: str

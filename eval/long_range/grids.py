@@ -53,10 +53,13 @@ class Scale:
 
     Attributes:
         tasks: task -> its specification, in the order of the panels.
-        options: of all cells, over the recipe's; of_task: of a task's cells, over those.
-        seeds: runs of each model; seeds_of: of a figure's, where the paper has others.
-        rates: to choose from, none for the recipe's alone.
-        chunk: positions in a chunk; chunks: those of `context`, 0 for the whole row.
+        options: options of all cells, which replace the recipe's.
+        of_task: task -> options of its cells, which replace both.
+        seeds: number of runs of each model.
+        seeds_of: figure -> number of runs, if the paper has another number there.
+        rates: learning rates to choose from; empty for the recipe's rate.
+        chunk: positions in a chunk.
+        chunks: sizes of chunks in the figure `context`, 0 for the whole row.
         shares: fractions of the training rows in the study `data-size`.
     """
 
@@ -458,7 +461,7 @@ def long_range_study(
     )
 
 
-# Does a learned filter of values keep what the box gives?
+# Comparisons that test whether learned filters of values are as good as a fixed box filter.
 FILTER_PAIRS = (("cat-v", "s"), ("cat-v", "las"), ("cat-v-box", "s"), ("l-cat-v", "las"))
 
 

@@ -20,7 +20,8 @@ from eval.recall import filter_plots
 from eval.recall.cell import Cell
 from eval.recall.tasks import generate
 
-# CAT with a filter a channel, which ranks all bigrams, as one filter a head cannot (see README.md).
+# CAT with a filter for each channel. It can rank all bigrams, unlike a filter for each head (see
+# README.md).
 CHANNELS = "cat:conv_type=depthwise"
 # The paper's models, attention with RoPE and without positions beside its learned ones, and the
 # negative control.

@@ -47,7 +47,9 @@ class Trial(training.Trial):
     """The training of a cell.
 
     Attributes:
-        tests: name of a test -> its task; examples: name -> its rows; validation: rows.
+        tests: name of a test -> its task.
+        examples: name of a test -> its rows.
+        validation: the rows for validation.
         inputs [rows, T], positions [rows, n], targets [rows, n]: the training rows on the device;
             positions are those that are scored.
     """

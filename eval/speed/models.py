@@ -55,7 +55,7 @@ class ModelSize:
         own = {k: value for k, value in sizes.items() if k in family.Section.model_fields}
         own |= family.variant_keys(model.variant, self.heads, positions)
         section = family.Section(**own)
-        # A filter may reach beyond a short prompt, as it does in decoding.
+        # A filter may be longer than the prompt, since decoding adds tokens.
         for problem in family.problems(section, max(positions, self.window)):
             raise UserError(f"model {name}: {problem}")
         return section

@@ -127,11 +127,12 @@ def specification(mixer: str, conv_type: str, line: Streams) -> str:
 
 
 def plan_places(asked: StudyOptions) -> list[Place]:
-    """Return a row for recall and one a text, and a column for each mixer and kind of filter.
+    """Return the places of a row for recall and for each text, and of a column for each mixer and
+    kind of filter.
 
     Raises:
-        UserError: a text that is no prepared data, has too few held-out documents, or the name of
-            another; a row or column that is not there.
+        UserError: a text is no prepared data, has too few held-out documents or the name of
+            another text, or a row or column is unknown.
     """
     scale = SCALES[asked.scale]
     fixed = {"layers": 1, "test_examples": 1_000}
@@ -166,7 +167,7 @@ def measured_values(run: Run, record: Record) -> dict[int, dict[str, float]]:
 
 
 def contrasts(lines: Sequence[Line]) -> list[Contrast]:
-    """Compare each line with the same without filters, then PAIRS and GAINS."""
+    """Compare each line with its baseline without filters, then the lines of PAIRS and GAINS."""
     at = {(line["row"], line["column"], line["line"]): line for line in lines}
     panels = dict.fromkeys((row, column) for row, column, _ in at)
     pairs = [(line.name, line.baseline) for line in LINES if line.streams != "none"]

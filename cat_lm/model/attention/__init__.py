@@ -218,8 +218,8 @@ class ScoreTransform(Entry):
     def implementations(self) -> tuple[str, ...] | None:
         return self.FORMS[self.form]
 
-    def masks_documents(self, model: Any) -> bool:
-        """Return True if SDPA computes logits for some queries at a time, without a mask."""
+    def splits_queries(self, model: Any) -> bool:
+        """Return True if SDPA is called for some queries at a time, with computed logits."""
         return False
 
 

@@ -405,7 +405,7 @@ def document_attention(
         made = _MASKS.get(implementation, "a mask")
         return DocumentAttention("mask", f"attn_implementation={implementation} takes {made}")
     score = attention.score_transform(config)
-    if score is not None and score.masks_documents(config):
+    if score is not None and score.splits_queries(config):
         return DocumentAttention("rows", f"{score.title}, computed for some queries at a time")
     if obstacle := why_no_kernel(device, dtype, query_width(config)):
         return DocumentAttention("mask", obstacle)

@@ -23,8 +23,8 @@ class CatMLP(GPTNeoXMLP):
 def activate(linear: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
     """Return activation(linear(x)).
 
-    In training on a CPU, bias and exact GELU of a linear layer are one operator. Where no gradient
-    is asked for the modules compute, so that evaluation has transformers' bits.
+    In training on a CPU, the bias of a linear layer and an exact GELU are computed by one operator.
+    Without gradients the modules are called, so that evaluation has the same bits as transformers.
     """
     if _is_one_operator(linear, activation, x):
         return gelu_with_bias(F.linear(x, linear.weight), linear.bias)

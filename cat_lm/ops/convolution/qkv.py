@@ -66,7 +66,8 @@ def head_conv_qkv(
         bias: [H, 3, D].
         rotary: (cosines, sines), each [B or 1, T, R], that turn the first R channels of q and k
             by halves, channel r with channel r + R/2; None for no positions.
-        document_ids, cu_seqlens: as in `head_conv`; positions: as in `convolve`.
+        document_ids, cu_seqlens: as in `head_conv`.
+        positions: as in `convolve`.
         initial_state: [B, W−1, H, S, D], the inputs before these of the S convolved streams.
         backend: auto, reference, cpu or triton.
 

@@ -20,10 +20,10 @@ from cat_lm.ops.landmark.layout import BlockLayout, take_slots
 from cat_lm.ops.landmark.select import candidates_of, landmark_scores
 from cat_lm.ops.runtime.precision import at_least_fp32, without_autocast
 
-# Of a row in documents, up to which a product of [B, T, n] sums faster than copies by block do; of
-# more, it would cost the square of the row's length.
+# Up to this number of blocks in a row with documents, a matrix product sums faster than copies by
+# block. Its cost grows with the square of the row's length.
 FEW_BLOCKS = 64
-# Weights below it are none.
+# The least divisor; smaller sums of weights count as zero.
 _TINY = 1e-20
 
 

@@ -80,8 +80,9 @@ def long_conv(
         x: [B, T, H, D].
         modes: the filters of H heads.
         bias: [H, D].
-        document_ids: [B, T] integers; positions: [B, T] int32, what they say if it is known.
-        initial_state: [B, H, K, D], what `return_state` gave for the tokens before x; none: zeros.
+        document_ids: [B, T] integers.
+        positions: [B, T] int32, the positions in documents that follow from them, if known.
+        initial_state: [B, H, K, D], the returned state of the tokens before x; None for zeros.
         return_state: also return the state after x.
         length: L, the tokens of a chunk.
         backend: auto, reference or triton, see `choose_backend`.

@@ -57,7 +57,8 @@ class Examples:
 
     Attributes:
         read: [n] row numbers to inputs, and to values or None, as `Batch` has them.
-        lengths: of all rows; labels: [rows] int64 classes, None where values are predicted.
+        lengths: the lengths of all rows.
+        labels: [rows] int64 classes; None if values are predicted.
         origin: files with their sha256, or the generator with its version and seed.
     """
 
@@ -129,11 +130,11 @@ class Task(tasks.Task):
         raise NotImplementedError
 
     def load(self, split: str, place: Place | None = None) -> Examples:
-        """Return the rows of a split; what takes long to make is made once, in `place.cache`.
+        """Return the rows of a split; rows that are slow to make are cached in `place.cache`.
 
         Raises:
-            UserError: official files are missing, truncated or others; the line names the file,
-                what was expected and where it is had.
+            UserError: an official file is missing, truncated or another; the message names the
+                file, what was expected and where to get it.
         """
         raise NotImplementedError
 

@@ -149,8 +149,9 @@ class MultiQueryRecall(Task):
         return dataclasses.replace(self, seq_len=seq_len, keys=keys, unmatched=unmatched)
 
     def groups(self, inputs: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-        """`shared`: queries whose last token another key has, `unshared`: the others; and
-        `matched`, `unmatched` where there are both."""
+        """Return masks of the queries by group: `shared` if another key has the same last token,
+        else `unshared`; and `matched` or `unmatched`, if the task has queries without a match.
+        """
         found: dict[str, np.ndarray] = {}
         sharing, matched = self._sharing(inputs, labels)
         if self.ngram > 1:

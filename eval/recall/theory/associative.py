@@ -214,7 +214,7 @@ def measure(recipe: Recipe, size: Size, ngram: int, length: int, rows: int, seed
 
 
 def hardest(construction: Construction, length: int, seed: int) -> tuple[Tensor, Tensor]:
-    """A sequence [L] that begins with the padded window nearest to its query, and its answer.
+    """Return a sequence [L] that begins with the padded window nearest its query, and the answer.
 
     The token after that window is the one farthest from the answer.
     """

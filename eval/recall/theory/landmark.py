@@ -190,10 +190,11 @@ def formula_curves() -> dict[str, list[tuple[int, float]]]:
 
 
 def propositions(trials: int, slow_trials: int, seed: int = 0) -> list[Claim]:
-    """Propositions 1 and 2, each law beside one that is wrong.
+    """Check Propositions 1 and 2, and that each check refuses a wrong law.
 
     Args:
-        trials: of the laws for a fixed query; slow_trials: of the others.
+        trials: number of trials of the laws for a fixed query.
+        slow_trials: number of trials of the other laws.
     """
     return [
         _sufficiency(trials, seed),

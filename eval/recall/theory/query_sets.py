@@ -88,7 +88,7 @@ def general_sets(trials: int, seed: int = 0) -> list[Claim]:
 
 
 def definition_7(seed: int) -> Claim:
-    """The widths that the paper uses: √r for a subspace; √(2 log m) for m queries."""
+    """Check the widths that the paper uses: √r for a subspace; √(2 log m) for m queries."""
     rng = np.random.default_rng([seed, 6])
     spheres = {r: QuerySet("", r, _norm).width(rng) for r in (1, 4, 16, 64)}
     finite = {}

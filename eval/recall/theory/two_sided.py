@@ -364,7 +364,7 @@ def _of_two_ngrams(problem: Problem, length: int, most: int) -> tuple[np.ndarray
 def _with_query(
     tokens: np.ndarray, query: np.ndarray, place: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences that end with the query, where it stands at one place before, and the answers."""
+    """Return sequences that end with the query, which occurs once before, and their answers."""
     n = query.shape[1]
     tokens[:, -n:] = query
     unique = copies(tokens, n) == 2

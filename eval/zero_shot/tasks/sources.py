@@ -207,7 +207,7 @@ def newest_commit(dataset: str, branch: str) -> str | None:
 
 
 def file_name(task: str, split: str, evaluated: str) -> str:
-    """Name the file of a split, of which `evaluated` is scored."""
+    """Return the name of a split's file; `evaluated` is the split that is scored."""
     return f"{task}.jsonl" if split == evaluated else f"{task}.{split}.jsonl"
 
 

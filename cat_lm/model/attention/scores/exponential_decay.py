@@ -66,7 +66,7 @@ class ExponentialDecay(ScoreTransform):
         length = min(length, chunk_size(model) or length)
         return largest_rate(**self.resolved(model.score_options)) * (length - 1) > REACH
 
-    def masks_documents(self, model: Any) -> bool:
+    def splits_queries(self, model: Any) -> bool:
         return self.is_beyond(model, model.max_position_embeddings)
 
     def build(self, config: Any, options: dict[str, Any]) -> Any:
