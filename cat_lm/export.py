@@ -139,7 +139,8 @@ def export_model(
         model: its parameters are cast to `dtype` in place.
         dtype: of the tensors in the file; a narrower one than the model's rounds to nearest.
         facts: what is known about the training (see `training_facts`), for the card and record.
-        license_id, language: of the weights and of the text, for the card, as the Hub writes them.
+        license_id, language: license of the weights and language of the text, as the Hub writes
+            them.
 
     Raises:
         UserError: `out` holds something that is no earlier export, or the folder read back does

@@ -335,8 +335,8 @@ def _check_reading(
 
     Args:
         compute: takes inputs [B, T, C], and `documents`, `padding` (True for tokens) and `state`.
-        supports: what of these it is asked for.
-        refusals: what it may raise for these.
+        supports: the capabilities to test.
+        refusals: the exceptions that it may raise for unsupported ones.
     """
     x = torch.randn(ROWS, TIME, width)
     y = compute(x)

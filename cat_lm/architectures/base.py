@@ -31,9 +31,9 @@ class Summary(NamedTuple):
     """A description and the size of a model, for logs and the model card.
 
     Attributes:
-        title: what people call a model of its kind.
+        title: the name of such a model in tables.
         words: how it differs from the others of its size.
-        facts: what a table of runs shows of it, by column.
+        facts: its entries in a table of runs, by column.
         sizes: the numbers that make its size, by name.
         variant: its variant, by `Architecture.variants`.
     """
@@ -55,7 +55,7 @@ class Architecture:
 
     Attributes:
         name: the value of `model.architecture`.
-        title: what people call the family.
+        title: the name of the family for people.
         model_type: the model type of this project's configuration class.
         library_type: of a library's own models that this family reads and goes on from; None
             where there are none.
@@ -71,7 +71,7 @@ class Architecture:
         recurrent: whether `train.mixer_backend` chooses what computes its recurrences.
         short_names: names of variants, by `variants`, that commands offer in place of longer ones.
         free_keys: keys that may change when a run starts from a model's weights.
-        unoffered_keys: what a model may have and the section has no key for.
+        unoffered_keys: options of models that the section has no key for.
         adapter_modules: linear layers that peft adapts where nobody names any, of a family whose
             library's models peft does not know.
     """
@@ -226,8 +226,8 @@ class Architecture:
         """Return the section's keys that turn a model into one of its variants.
 
         Args:
-            heads: for what has heads and no other key for them.
-            context_length: for tables that are as long.
+            heads: the number of heads of parts that have no key of their own for it.
+            context_length: the length of tables by position.
         """
         return {}
 

@@ -197,7 +197,7 @@ class Saved:
         rest: outside of the layers: embedding, head, loss, and what layers share.
         layers: bytes of all layers.
         largest: bytes of the layer that keeps most.
-        streams: what all layers read.
+        streams: bytes of the tensors that all layers read.
         sent: to the ranks that share the sequences.
     """
 

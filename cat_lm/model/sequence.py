@@ -29,7 +29,7 @@ class SequenceGroup:
 
     Attributes:
         size: P.
-        rank: of this process among them; it holds tokens rank·T/P … (rank + 1)·T/P − 1.
+        rank: rank of this process in the group; it holds tokens rank·T/P … (rank + 1)·T/P − 1.
         group: torch.distributed's.
     """
 

@@ -129,7 +129,7 @@ def scaled_fields(
         config: the configuration of a model that is not scaled yet (see `methods_for`).
         factor: s >= 1, the length to be read over the length trained on. 1 changes nothing.
         training_length: tokens; YaRN's dividing line between frequencies depends on it.
-        temperature_scope: what the temperature acts on.
+        temperature_scope: the values that the temperature divides.
 
     Raises:
         ValueError: the method or the scope does not exist for this model, or the factor is below 1.

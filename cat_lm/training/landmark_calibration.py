@@ -35,7 +35,7 @@ def calibrate(
     Every call uses the same random numbers.
 
     Args:
-        model: in fp32; all parameters but the learned ones are frozen.
+        model: the model in fp32; all parameters but the learned ones are frozen.
         learned: the parameters to train (filters and sharpness); see
             `cat_lm.ops.landmark.teaching`.
         data: a prepared folder; windows of its training split are drawn without repetition.

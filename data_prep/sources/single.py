@@ -27,7 +27,7 @@ class Division:
 
     Attributes:
         file: the file.
-        place: what ends at the cut, line or word.
+        place: the text's part that ends at the cut, `line` or `word`.
         start: the first character of the validation text.
         characters: the number of characters of the document.
         train_bytes, validation_bytes: sizes of the UTF-8 text before and after the cut.

@@ -28,7 +28,8 @@ class Option(NamedTuple):
     """The properties of an option in addition to its field's name, type and default.
 
     Attributes:
-        range, above: of a number, or of each in a list; `above` itself is not allowed.
+        range, above: the allowed range of a number, or of each in a list; `above` itself is not
+            allowed.
         word: stands for None.
         example: an example of a list.
         kind: reads the text, in the place of what the field's type says.

@@ -42,7 +42,8 @@ def evaluation_dtype(asked: str, folders: Sequence[Path], device: str) -> str:
     """Choose one dtype for models that are compared, and set this process up for the device.
 
     Args:
-        asked: of `Dtype`; auto is fp32 for all where one model is not known to be trained in bf16.
+        asked: a value of `Dtype`; auto is fp32 for all where one model is not known to be trained
+            in bf16.
         folders: the models'.
         device: see `evaluation_device`.
 

@@ -40,7 +40,7 @@ class Run:
         train: (tokens, nats per token) of every step with a finite loss.
         validation: (tokens, nats per token) of every validation with a finite loss.
         final: the last validation's record, finite or not; empty without one.
-        tokens, steps: how far the run has come.
+        tokens, steps: progress of the run.
         skipped: steps whose loss or gradient was not finite.
         tokens_per_second: median over the steps.
         data: the fingerprint of the data that it was trained on; None where it is not known.

@@ -110,7 +110,7 @@ def page_svg(figure: Figure, name: str, description: str) -> str:
 
     Args:
         name: unique on the page; keeps the ids of two drawings apart.
-        description: what it shows, for those who cannot see it.
+        description: description for people who cannot see the image.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):

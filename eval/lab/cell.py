@@ -63,7 +63,7 @@ class Cell:
         task, mixer: specifications such as `mqar:keys=8`, `cat:streams=k`.
         d_model, seq_len, lr, seed: in the file's name too.
         batch_size: rows of a step.
-        shape: what every record of this kind holds.
+        shape: schema of the records.
         trainer: the module whose `Trial` trains it; imported when that is needed, as it needs
             torch. Of cells that are stacked it has `run_stack` and `stacked_step` too.
     """

@@ -52,7 +52,7 @@ class Difference:
         spread: pooled standard deviation over seeds of the two models; None without interval.
         low, high: the paired interval, corrected for the comparisons; None where there is none.
         n: seeds that the mean is over.
-        comparisons: made together, which the interval is corrected for.
+        comparisons: number of comparisons made together, for which the interval is corrected.
         seed_error, document_error: standard errors of the mean over seeds and over documents;
             None where there is no interval, or the documents are not known.
         documents: that the second is over; None where they are not known.
@@ -84,9 +84,9 @@ def compare(
 
     Args:
         a, b: seed -> value, such as a loss in nats per token; one that is not finite is lost.
-        comparisons: made together, 1 or more.
+        comparisons: number of comparisons made together, at least 1.
         document_error: standard error of the mean difference over documents, see `ratio_error`.
-        documents: that this error is over.
+        documents: number of documents that this error is over.
 
     Raises:
         ValueError: an error over documents, and not of how many.
@@ -127,7 +127,7 @@ def half_width(
     Args:
         seed_error, document_error: standard errors of the mean difference; the second may be None.
         seeds, documents: how many each is over, 2 or more.
-        comparisons: made together.
+        comparisons: number of comparisons made together.
     """
     level = 1 - LEVEL / 2 / comparisons
     half = t_quantile(level, seeds - 1) * seed_error

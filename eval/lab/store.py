@@ -41,7 +41,7 @@ class CellStore:
     """A folder of cells.
 
     Attributes:
-        shape: what every cell holds at least.
+        shape: schema with the least content of every cell.
     """
 
     folder: Path

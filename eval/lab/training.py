@@ -143,7 +143,7 @@ class Trial(ABC):
         """Return the values of a cell's file.
 
         Args:
-            found: what the test found.
+            found: results of the test.
         """
         keys = ("step", self.chosen_by) if self.chosen_by else ()
         return {

@@ -53,7 +53,8 @@ def configuration(
     Args:
         recipe: `cpu` or `gpu`.
         data: prepared by data_prep.
-        tokens: of training, the warm-up being a twentieth of them; None: as the recipe says.
+        tokens: number of training tokens, the warm-up being a twentieth of them; None: as the
+            recipe says.
         lr: with the recipe's ratio of the least rate to it; None: the recipe's.
     """
     entry = dict(_entry(model))

@@ -65,7 +65,8 @@ class Score:
         tokens: number of tokens scored.
         bytes: UTF-8 bytes of the text that those tokens spell.
         words: whitespace-separated words of that text.
-        standard_error: of `loss`, in nats per token, over `groups`; nan for a single group.
+        standard_error: standard error of `loss`, in nats per token, over `groups`; nan for a single
+            group.
         groups: number of documents or windows that the standard error is taken over.
         group_kind: `documents` or `windows`.
         positions: the loss by position in the window (see `position_curve`).
@@ -122,7 +123,7 @@ def score_tokens(
     """Score `tokens[1:]` at windows of `context_length` and sum up (see `token_nlls`).
 
     Args:
-        num_bytes, num_words: of the text that is scored.
+        num_bytes, num_words: sizes of the scored text.
         eod_id: ends every document. Where two or more are scored, the standard error is taken over
             documents; otherwise over windows.
         per_document: windows do not cross the ends of documents; otherwise those are tokens like

@@ -49,12 +49,12 @@ class TokenStream:
 
     Attributes:
         tokens: int64 [N]; the first is context only.
-        tokenizer: that made them.
+        tokenizer: tokenizer that made the tokens.
         num_bytes: UTF-8 bytes of the text of tokens[1:].
         num_words: words of that text, counted in every document as the harness counts WikiText's:
             the parts between white space.
         eod_id: the token after every document but the last.
-        source: what the tokens came from, for people.
+        source: description of the tokens' source.
         left_out: a name in REASONS -> tokens of the text that are not among the scored ones.
         spans: (start, stop) of each document whose inputs tokens[start:stop] predict it, where only
             these are scored; None: all tokens after the first.

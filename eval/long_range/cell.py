@@ -98,7 +98,7 @@ class Cell(cell.Cell):
 
     Attributes:
         task, mixer: specifications such as `listops:max_length=200`, `las:chunk=128`.
-        layers, norm, norm_first, pool, is_causal, feed_forward: of the model, see model.py.
+        layers, norm, norm_first, pool, is_causal, feed_forward: options of the model, see model.py.
         patience: epochs without a better validation until the rate falls to a fifth; None: never.
         eval_steps: also validate within epochs; None: after them alone.
         train_rows, validation_rows, test_rows: of the task's, so many chosen by a fixed draw, the

@@ -152,7 +152,7 @@ class Choice:
         protocol: lra takes the test split for validation where the official pipeline does (IMDB);
             clean never.
         is_causal: causal models, as all of the paper's are; or encoders that read both sides.
-        place: where data lies.
+        place: location of the data.
     """
 
     protocol: str = "clean"

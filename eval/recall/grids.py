@@ -60,7 +60,7 @@ class Scale:
     """Fix how large the grids are; the defaults are the paper's.
 
     Attributes:
-        length_rates, length_seeds, trained, tested: of the length figures.
+        length_rates, length_seeds, trained, tested: options of the length figures.
         bigrams: tasks with bigrams as keys, of BIGRAMS; bigram_keys: at length 64, more in
             proportion; none: as many as fit.
         memory_…: of the figure `width`; memory_one_layer: those of its models that have one layer,

@@ -59,7 +59,7 @@ def held_out(
     once, from the tokens before it in its row: a row begins where the one before it ended.
 
     Args:
-        tokens: to predict in a document at most.
+        tokens: the most tokens to predict in a document.
         length: T.
         among: numbers of documents, `count` or more; none: all of the split.
 
@@ -124,7 +124,7 @@ class LanguageCell(FilterCell):
         documents: number of documents of the validation split that are scored.
         choosing_documents: the first ones of that split, by which a rate is chosen and which are
             not scored; 0: none, and all of the split may be scored.
-        document_tokens: that are predicted in each at most, from its start.
+        document_tokens: the most tokens to predict in each, from its start.
     """
 
     data: str

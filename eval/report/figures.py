@@ -115,7 +115,7 @@ class View:
         title: the meaning of the colours.
         values: stream -> [layers, heads, columns].
         columns: the meaning of the columns.
-        limit: where the colours end.
+        limit: the value at which the colours end.
     """
 
     title: str

@@ -73,7 +73,7 @@ def _drawn(
     """Draw a figure twice; the style shows the one that suits the screen's width.
 
     Args:
-        warning: what of the caption is to stand out.
+        warning: part of the caption to emphasize.
     """
     wide, narrow = (
         page_svg(draw(size), f"{name}-{kind}", name) for kind, size in (("w", WIDE), ("n", NARROW))

@@ -94,7 +94,7 @@ class Kernel:
 
     Attributes:
         name: its row in the table.
-        timed: what its time includes, in words.
+        timed: description of what the time includes.
         call: from all inputs in the kernel's own layout to its output or outputs.
         arrange: from all that is learned to the kernel's own layout; autograd goes back through it.
         restore: from an output of the kernel to this project's layout.

@@ -13,9 +13,9 @@ class LinearArchitecture(Architecture):
     MLP.
 
     Args:
-        name: as of the package.
+        name: the name of the model in flash-linear-attention.
         title, library_prefix, Section: as of `Architecture`.
-        class_prefix: that of the classes after `Cat`.
+        class_prefix: the prefix of the class names, after `Cat`.
     """
 
     library = "flash-linear-attention"

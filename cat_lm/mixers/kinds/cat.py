@@ -112,7 +112,7 @@ class AttentionMixer(base.MixerKind):
     """Attention over convolved streams by a pattern of `cat_lm.model.attention`.
 
     Args:
-        pattern: of which the options have options by the same names.
+        pattern: the attention pattern, whose options have the same names here.
         options: a class that `without_filters` understands.
     """
 

@@ -36,7 +36,7 @@ class Starts:
 
     Attributes:
         fastest, slowest: the bounds of Δ, which is spread evenly in its logarithm.
-        floor: what smaller Δ are raised to.
+        floor: the least Δ, to which smaller ones are raised.
         layers: by whose root the output's projection is divided; None for not at all.
         by: family, linear layers from the model's normal distribution but for Δ's and the
             output's; torch, all linear layers and the convolution as torch draws them, but for

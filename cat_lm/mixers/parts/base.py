@@ -63,7 +63,7 @@ class MixerKind:
         block: the type of block in eval/recall/model.py, `layer` or `rms`.
         longest: tokens of the longest row that its module takes; None for any.
         own_loss: the name of the loss that its module adds in training, in metrics.
-        supports: which of CAPABILITIES its module reads.
+        supports: those of CAPABILITIES that its module reads.
         computes_on_cpu: whether its module can be computed on a CPU; one of a plugin that can is
             checked for causality when it is first built.
     """

@@ -81,7 +81,7 @@ class LinearMixer(nn.Module):
         is_gated: whether the output is multiplied by SiLU of a projection.
 
     Attributes:
-        recurrence: what is computed.
+        recurrence: the recurrence that is computed.
         is_by_name: whether it is a mixer by name, which this project's own operators compute on
             every device: those of packages train no stack of models.
     """

@@ -37,7 +37,7 @@ class Objective:
 
     Attributes:
         name: the name of the layers' auxiliary loss, in metrics and in the log.
-        token_weight, own_weight: of the two losses.
+        token_weight, own_weight: weights of the two losses.
         trains_all: whether all weights learn; else only those that the layers' own losses reach.
         section: keys of the model's section by which a step computes otherwise than the model.
         said: the key and value of the configuration that decide it, in messages.
@@ -61,7 +61,7 @@ class Entry:
 
     Attributes:
         key, options_key: the keys that choose an entry of this class, and hold its options.
-        name: what the key says.
+        name: the value of the key.
         title: in a sentence, as in "cannot compute mixed attention maps".
         words: for descriptions of a model; "" where there is nothing to say.
         implementations: the values of `attn_implementation` that can compute it; None for all.

@@ -135,7 +135,7 @@ class RecurrentSettings(KnownKeys):
     Attributes:
         attends: whether layers have attention, which takes masks.
         keeps_state: whether it is kept from call to call, so that a text can be continued.
-        reads_padding: that the model must be told which tokens are padding.
+        reads_padding: whether the model needs a padding mask.
         takes_gaps: whether padding may stand between the tokens of a row.
         keeps_padding: whether states hold what was read as padding.
         needs_layer_state: whether a cache holds more than keys and values.

@@ -315,7 +315,7 @@ class Fusion(NamedTuple):
     """A kernel that computes the first operations of a layer's streams at once.
 
     Attributes:
-        what: in words.
+        what: description of the kernel.
         serves: whether it computes what a layer's streams begin with.
         run: computes them, or returns None where these tokens are not what it is for.
     """

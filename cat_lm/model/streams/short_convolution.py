@@ -55,8 +55,8 @@ class ShortConvolution(nn.Conv1d):
     `weight` is [C, 1, W] with the oldest lag first.
 
     Args:
-        std: of the normal distribution that the filters start from; none: uniform in ±1/√W, as
-            torch draws a convolution. The bias starts at 0.
+        std: standard deviation of the normal distribution of initial filters; None: uniform in
+            ±1/√W, as torch draws a convolution. The bias starts at 0.
         starts_as_torch: whether both start as torch draws them, the bias uniform in ±1/√W too.
     """
 

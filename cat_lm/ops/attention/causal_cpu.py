@@ -69,7 +69,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 
     Args:
         query, key, value: [B, H, T, D] in fp32, bf16 or fp16.
-        scale: of the scores.
+        scale: factor of the scores.
 
     Returns:
         [B, T, H, D]. A second derivative raises NotImplementedError.

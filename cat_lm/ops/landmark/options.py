@@ -26,7 +26,7 @@ def value_problems(
 
     Args:
         filters: those that there are.
-        where: before the names.
+        where: a prefix of the names in messages.
     """
     found = []
     for key, least in (("block", 1), ("top_k", 0), ("local", 1)):

@@ -130,8 +130,8 @@ def backward_kernel(
 
     Args:
         of_queries: pointers of weights, logarithms and deltas.
-        results: of the gradients of q, k and v.
-        runs: of the first tiles, counts and extents of runs.
+        results: pointers to the gradients of q, k and v.
+        runs: pointers to the first tiles, counts and extents of runs.
         q, k, v, tiles, shape: as in `forward_kernel`; dy as q.
     """
     weights_ptr, logs_ptr, deltas_ptr = of_queries

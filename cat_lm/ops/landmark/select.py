@@ -19,8 +19,8 @@ class Choice:
     """The choice of a query's blocks.
 
     Attributes:
-        top_k: how many blocks beside those near the query.
-        local: how many blocks near the query are attended to, its own being the first.
+        top_k: number of blocks to select, besides those near the query.
+        local: number of last blocks to attend to, including the query's own.
         sink: whether the first block of the document always is.
         share: "head": each head of keys has a choice of its own; "layer": all heads have one.
     """

@@ -97,7 +97,7 @@ def forward_kernel(
     Args:
         x: a pointer, and the strides of rows, steps and heads.
         matrices: pointers of a chunk's.
-        results: of what is to be filled.
+        results: pointers to the tensors to fill.
         shape: heads, state, width.
     """
     y_ptr, last_ptr, kept_ptr = results

@@ -200,7 +200,7 @@ def problems(
     """Return contradictions between a filter's name, its N and the kind of convolution.
 
     Args:
-        keys: what the first two are called.
+        keys: the names of the first two.
     """
     if name == TAPS:
         if state == 0:

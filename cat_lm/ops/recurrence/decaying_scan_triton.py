@@ -116,7 +116,7 @@ def forward_kernel(inputs, results, model_rows, time, shape, SCAN: tl.constexpr)
 
     Args:
         inputs: pointers of q, k, v, rate, a and the first state.
-        results: of what is to be filled.
+        results: pointers to the tensors to fill.
         shape: heads, keys, values.
     """
     q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr, initial_ptr = inputs
@@ -161,8 +161,8 @@ def backward_kernel(
 
     Args:
         inputs: pointers of q, k, v, rate and a.
-        upstream: of the gradients of the outputs and the last state.
-        results: of the gradients of inputs and the first state.
+        upstream: pointers to the gradients of the outputs and the last state.
+        results: pointers to the gradients of inputs and the first state.
         shape: as in `forward_kernel`.
     """
     q_ptr, k_ptr, v_ptr, rate_ptr, a_ptr = inputs

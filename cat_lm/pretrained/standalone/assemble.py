@@ -121,7 +121,7 @@ class Assembly:
     """The definitions that some roots need.
 
     Args:
-        stand_ins: what is taken in the place of a definition.
+        stand_ins: replacements of definitions.
         carried: the modules that definitions may come from, or packages of them.
     """
 

@@ -42,7 +42,7 @@ class Place:
     Attributes:
         folder: official files, `folder/NAME/…` or those of the one data set itself; None: the
             Hugging Face Hub, at pinned revisions.
-        cache: what was generated or encoded once is kept here.
+        cache: folder of generated and encoded rows.
         workers: processes that generate.
     """
 
@@ -99,7 +99,8 @@ class Task(tasks.Task):
         name: the name of the task in the registry.
         version: raised when the same options give other rows; stands in `describe`.
         vocabulary: ids are below it; 0 where inputs are `channels` real numbers a position.
-        classes: of a row; 0 where values of its last `scored` positions are predicted.
+        classes: number of classes of a row; 0 if values of its last `scored` positions are
+            predicted.
         towers: sequences of a row that the same encoder reads.
         official: rows of the splits of the paper's data; 0 for a split that it lacks.
         reads_files: whether rows come from files or the Hub, so that a place may have others.

@@ -61,7 +61,7 @@ class MultiQueryRecall(Task):
         pool: tokens that a row's keys are made of; none: all key tokens; auto, dense: the least
             number whose N-grams are at least 3.5 and 1.8 times the row's (6 and 5 for 10, N = 2).
         power_a: a of the power law.
-        filler: what stands where nothing is said; see FILLERS.
+        filler: tokens between the pairs and queries; see FILLERS.
         unmatched: queries of a row without a match, beside the k that have one.
     """
 

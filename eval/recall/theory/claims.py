@@ -31,9 +31,9 @@ class Claim:
     """A row of the theory's page.
 
     Attributes:
-        source: where it stands, such as `Theorem 1`.
+        source: place in the paper, such as `Theorem 1`.
         statement: what is claimed, as it is checked.
-        setting: what is computed.
+        setting: description of the computation.
         check: judges a model, a construction or a law.
         right: the one that the claim speaks of.
         wrong: by their names, those that the check must refuse; at least one.

@@ -62,7 +62,7 @@ class Case:
 
     Attributes:
         unit: ε₀/ε.
-        measured: by falling ε.
+        measured: measurements in the order of falling ε.
     """
 
     problem: Problem
@@ -112,7 +112,8 @@ def trained(
     Args:
         rows: random sequences for training, and for each measurement.
         unit: ε₀/ε of a layer's embeddings.
-        seed: of the command; other embeddings, initializations and sequences for each.
+        seed: seed of the command; it gives other embeddings, initializations and sequences for
+            each.
     """
     problems = [replace(p, seed=(p.seed + 100 * seed) % _SEEDS) for p in problems]
     runs = [train(problem, rows) for problem in problems]

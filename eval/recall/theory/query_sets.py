@@ -75,7 +75,8 @@ def general_sets(trials: int, seed: int = 0) -> list[Claim]:
     """All claims on sets.
 
     Args:
-        trials: of the slower simulations; at least 40, without which nothing could be refused.
+        trials: number of trials of the slower simulations; at least 40, without which nothing could
+            be refused.
     """
     sets, trials = query_sets(seed), max(trials, _LEAST)
     widths = {s.name: s.width(np.random.default_rng([seed, i])) for i, s in enumerate(sets)}

@@ -62,7 +62,7 @@ class LandmarkCore(NothingDecays):
     the numbers of filters as long as the text; with either `sharpness` θ [H], else ln(D) / 2.
 
     Attributes:
-        training_by: what is computed in training, see `train_landmarks`.
+        training_by: the computation in training, see `train_landmarks`.
         rows: the queries of a row on which landmarks are taught.
     """
 
@@ -184,7 +184,7 @@ def train_landmarks(model: nn.Module, way: str, rows: int) -> None:
         way: "hard", as otherwise; "dense", attending to all keys; "guided", the same with the
             loss of `cat_lm.ops.landmark.teaching`, which the model's outputs then have as
             `auxiliary_loss`; "calibrate", the same, of which queries and keys learn nothing.
-        rows: for how many queries of each row the loss is computed.
+        rows: number of queries of each row for which the loss is computed.
     """
     cores = [module for module in model.modules() if isinstance(module, LandmarkCore)]
     for core in cores:

@@ -72,7 +72,7 @@ class ScoreModule(nn.Module):
         """Return True if this number of queries per row is scaled by factors instead of scored.
 
         Args:
-            dtype: in which q·k is computed.
+            dtype: the dtype in which q·k is computed.
 
         Raises:
             ValueError: the implementation knows nothing but factors, and they do not serve.

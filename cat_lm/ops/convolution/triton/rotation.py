@@ -29,8 +29,9 @@ class RotationConstants(NamedTuple):
     """The compile-time constants of the kernel.
 
     Attributes:
-        rotary: how many channels are turned, `half` of them and their partners, or turned `back`.
-        rows: how many of the T·H rows of one of B a program has.
+        rotary: number of channels that are turned, `half` of them and their partners, or turned
+            `back`.
+        rows: number of a program's rows, of the T·H rows of a sequence.
         passed: columns that are copied as they are, at a time; 0 for y that is x.
     """
 

@@ -31,7 +31,7 @@ class Tile(NamedTuple):
         block, columns: steps and channels of a tile.
         halo: the steps before it, or after it, that its convolution reads by matrix products.
         use_dot: whether there are matrix products.
-        rotary: how many channels are rotated.
+        rotary: number of rotated channels.
         per_channel: whether filters are [W, D] a head, and not [W].
         streams: 3 for packed queries, keys and values; 1 for one tensor.
     """
