@@ -50,9 +50,8 @@ def build_model(config: RunConfig, vocab_size: int, weights: bool = True) -> Pre
     """Build a model in fp32 on the CPU, initialized from `train.seed`.
 
     Args:
-        weights: If False, leave the model on the meta device. The Engine then fills it with rank
-        0's
-            weights, which DeepSpeed broadcasts anyway, so that a host has a single copy.
+        weights: If False, leave the model on the meta device. The Engine then fills it with the
+            weights of rank 0, which DeepSpeed broadcasts anyway, so that a host has a single copy.
     """
     fields = model_config(config, vocab_size)
     torch.manual_seed(config.train.seed)
@@ -172,8 +171,7 @@ def describe_backend(
 
     Args:
         key: `conv_backend` for convolutions and attention, or `mixer_backend` for recurrences,
-        whose
-            text is empty for models without them.
+            whose text is empty for models without them.
 
     Raises:
         UserError: the configured backend cannot run here.
