@@ -167,7 +167,7 @@ class Architecture:
         """Return the arguments of the configuration class for a section.
 
         Args:
-            vocab_size: the tokenizer's; the section's comes before it.
+            vocab_size: the size for a section that sets none, the tokenizer's.
             context_length: the context length of a training sequence, in tokens.
         """
         # Section and configuration share their keys, so that a new key cannot be forgotten here.

@@ -142,7 +142,7 @@ def _check_mapping(rope: Any) -> None:
 
 
 def rope_type_of(rope: Mapping[str, Any] | None) -> str:
-    """Return the type of `rope_parameters`, by its key or by the one that it had before."""
+    """Return the type in `rope_parameters`, which older versions store under another key."""
     rope = rope or {}
     return rope.get("rope_type") or rope.get("type") or "default"
 

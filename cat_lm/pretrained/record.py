@@ -75,7 +75,7 @@ def describe_file(path: Path) -> dict[str, Any]:
 
 
 def changed_files(folder: Path, wanted: Callable[[str], bool]) -> Iterator[tuple[Path, str]]:
-    """Yield the listed files of `wanted` names that are not what was written, and why."""
+    """Yield the listed files with `wanted` names that have changed since the export, and how."""
     record = read_record(folder)
     for name, file in ({} if record is None else record.files).items():
         if not wanted(name):
@@ -94,7 +94,7 @@ _skipped: contextvars.ContextVar[bool] = contextvars.ContextVar("skipped", defau
 
 @contextmanager
 def comparing_files(skip: bool = False) -> Iterator[None]:
-    """Within, models are loaded without a comparison of their files, where `skip` says so."""
+    """Load models in the context without comparing their files with the record, if `skip`."""
     token = _skipped.set(skip)
     try:
         yield

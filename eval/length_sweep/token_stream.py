@@ -16,7 +16,7 @@ from cat_lm.core import readers
 from cat_lm.core.errors import UserError
 from cat_lm.pretrained.loading import load_tokenizer
 
-# Why tokens of a text are not scored -> the same for people.
+# Reason why tokens are not scored -> its description for people.
 REASONS = {
     "first": "the first one, which has nothing before it",
     "skip_tokens": "by --skip-tokens",

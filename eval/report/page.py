@@ -23,7 +23,7 @@ from eval.length_sweep.figures import has_error_bars, length_figure, position_fi
 from eval.report import table2
 from eval.report.figures import filters_figure, loss_figure, views
 
-# By which a page is known as one of ours.
+# The generator that marks a page as a report of this command.
 GENERATOR = "cat_lm eval.report"
 TEMPLATES = Path(__file__).with_name("templates")
 # A section's `todos` are texts with the commands that make what each says is missing.

@@ -187,7 +187,7 @@ class AttentionMixin:
     def _call_function(
         self, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall
     ) -> tuple[Tensor, Tensor | None]:
-        """Call transformers' function of the configuration's name, as `_attend`."""
+        """Call the attention function that the configuration names, as `_attend`."""
         name, eager = self.config._attn_implementation, type(self).eager_attention
         function = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
         # Avoid repeating keys that were already repeated for every query head.

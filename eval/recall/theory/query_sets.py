@@ -176,7 +176,7 @@ def _draw_sides(
     trials: int,
     rng: np.random.Generator,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draws of the left side [trials], and [trials, 3] of the right: sum, first and second term."""
+    """Draw the left side [trials], and the right [trials, 3]: the sum and its two terms."""
     norms = np.linalg.norm(table, axis=1)
     left, right = np.empty(trials), np.empty((trials, 3))
     for trial in range(trials):

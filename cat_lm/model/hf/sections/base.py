@@ -260,7 +260,7 @@ class KnownKeys:
 
 @cache
 def _keys_of_transformers() -> frozenset[str]:
-    """Return what a configuration takes beside its fields, and the settings of generation."""
+    """Return the keys that every transformers configuration takes, and those of generation."""
     from transformers import GenerationConfig, PreTrainedConfig
 
     takes = {

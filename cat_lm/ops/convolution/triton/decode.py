@@ -109,7 +109,7 @@ def _decode_stream(stream, angles, batch, head, sizes, ROTARY: tl.constexpr, STE
     target = y_ptr + (batch * heads + head) * width + columns
     tl.store(target, y.to(y_ptr.dtype.element_ty), mask=inside)
     if f_ptr is not None:
-        # The inputs move on by one where there is no room for one more.
+        # If the cache is full, drop the oldest input.
         dropped = rows + 1 - next_rows
         for begin in range(0, STEP.window, STEP.lags):
             places = begin + tl.arange(0, STEP.lags)
