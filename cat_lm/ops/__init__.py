@@ -19,20 +19,21 @@ if TYPE_CHECKING:
         rotate,
     )
     from cat_lm.ops.convolution.backends import BACKENDS, BackendChoice, choose_backend
-    from cat_lm.ops.convolution.qkv import head_conv_qkv
+    from cat_lm.ops.convolution.qkv import convolve_qkv, head_conv_qkv
 
 __all__ = [
     "BACKENDS",
     "BackendChoice",
     "choose_backend",
     "convolve",
+    "convolve_qkv",
     "depthwise_conv",
     "head_conv",
     "head_conv_qkv",
     "multihead_conv",
     "rotate",
 ]
-_HOMES = {"head_conv_qkv": "qkv"}
+_HOMES = dict.fromkeys(("convolve_qkv", "head_conv_qkv"), "qkv")
 _HOMES |= dict.fromkeys(("BACKENDS", "BackendChoice", "choose_backend"), "backends")
 
 

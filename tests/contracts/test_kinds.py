@@ -173,10 +173,11 @@ def test_document_and_future_change_no_bit(kind, backend):
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each
-def test_same_bits_twice_and_with_more_threads(kind, backend):
+def test_same_bits_twice_and_with_more_threads(kind, backend, dtype):
     shape = (1, 70, 1, 20) if backend == "triton" else (3, 300, 3, 20)
-    leaves, before, found = draw(kind, shape, 9, torch.float32), torch.get_num_threads(), []
+    leaves, before, found = draw(kind, shape, 9, dtype), torch.get_num_threads(), []
     try:
         for threads in (1, 1, 3):
             torch.set_num_threads(threads)

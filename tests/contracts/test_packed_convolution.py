@@ -28,10 +28,13 @@ TABLE = pairwise(
         "documents": [True, False],
         "bias": [True, False],
         "window": [4, 1],
+        "kind": ["head", "multihead"],
+        "width": [16, 17],
     }
 )
 # Columns that are rotated beside others that are not, in two tiles of time and two of channels.
-TABLE.append(dict(zip(TABLE[0], ("qkv", 16, torch.bfloat16, True, True, 21), strict=True)))
+TABLE.append(dict(zip(TABLE[0], ("qkv", 16, torch.bfloat16, True, True, 21), strict=False)))
+TABLE[-1] |= {"kind": "head", "width": 48}
 NAMES = [" ".join(str(value) for value in row.values()) for row in TABLE]
 IDS = (torch.arange(66) >= torch.tensor([[30], [65]])).long()
 IDS[0] += (torch.arange(66) >= 31).long()
@@ -52,14 +55,16 @@ def turned(y: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
 def test_packed_projection_equals_reference_with_gradients(backend, row):
     torch.manual_seed(row)
     case, last = TABLE[row], row == len(TABLE) - 1
-    batch, time, width = (2, 66, 48) if last else (2, 9, 16)
+    time, width, kind = 66 if last else 9, case["width"], case["kind"]
     dtype, ids = case["dtype"], IDS[:, 66 - time :] if case["documents"] else None
-    qkv = torch.randn(batch, time, 2, 3, width + 8).to(dtype)[..., :width].requires_grad_()
-    filters = {s: torch.randn(2, case["window"]).to(dtype) for s in case["streams"]}
+    qkv = torch.randn(2, time, 2, 3, width + 8).to(dtype)[..., :width].requires_grad_()
+    shape = kinds.get(kind).filter_shape(2, width, case["window"])
+    filters = {s: torch.randn(shape).to(dtype) for s in case["streams"]}
     bias = torch.randn(2, 3, width).to(dtype) if case["bias"] else None
     leaves = [x.requires_grad_() for x in (qkv, *filters.values(), bias) if x is not None]
     rotary = angles(time, case["rotated"], rows=1 + row % 2)
-    found = ops.head_conv_qkv(
+    found = ops.convolve_qkv(
+        kind,
         qkv,
         [filters.get(s) for s in "qkv"],
         bias,
@@ -71,9 +76,9 @@ def test_packed_projection_equals_reference_with_gradients(backend, row):
     own = dict(zip(filters, same[1:], strict=False))
     wanted = []
     for i, stream in enumerate("qkv"):
-        taps = own.get(stream, torch.ones(2, 1).double())
+        of, taps = (kind, own[stream]) if stream in own else ("head", torch.ones(2, 1).double())
         b = same[-1][:, i] if case["bias"] else None
-        y = reference.convolve("head", same[0][:, :, :, i], taps, b, ids)
+        y = reference.convolve(of, same[0][:, :, :, i], taps, b, ids)
         wanted.append(turned(y, rotary if i < 2 else None))
     # The angles are rounded to half precision, and so is what is between two operators.
     bound = 2e-5 if dtype == torch.float32 else 2 * BOUNDS[dtype]

@@ -29,7 +29,7 @@ from cat_lm.model.streams.operations import (
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.kinds import STREAMS
 from cat_lm.ops.convolution.maps import mix_values
-from cat_lm.ops.convolution.qkv import STREAM_SLICES, head_conv_qkv
+from cat_lm.ops.convolution.qkv import STREAM_SLICES, convolve_qkv
 from cat_lm.ops.convolution.step import can_step, convolve_step
 
 if TYPE_CHECKING:
@@ -273,18 +273,20 @@ def _one_token(layer: LayerPass) -> Made | None:
     return dict(zip(STREAMS, made, strict=True)), weights.step_lengths
 
 
-def _packs_filters_of_heads(weights: StreamPipeline) -> bool:
-    is_heads = isinstance(weights.filter, Convolution) and weights.filter.kind is kinds.HEAD
-    return weights.is_packed and is_heads and bool(weights.filtered)
+def _packs_filters(weights: StreamPipeline) -> bool:
+    if not (weights.is_packed and weights.filtered and isinstance(weights.filter, Convolution)):
+        return False
+    return weights.filter.kind.name in (kinds.HEAD.name, kinds.MULTIHEAD.name)
 
 
-def _packed_filters_of_heads(layer: LayerPass) -> Made:
+def _packed_filters(layer: LayerPass) -> Made:
     weights, context = layer.weights, layer.context
     further = [op for operations in weights.operations.values() for op in operations[1:]]
     turns = all(isinstance(op, Rotation) for op in further)
-    made = head_conv_qkv(
+    made = convolve_qkv(
+        weights.filter.kind.name,
         layer.streams.packed,
-        [weights.taps(s, context.group) for s in STREAMS],
+        [weights.taps(s, context.group) if s in weights.filtered else None for s in STREAMS],
         layer.streams.bias,
         rotary=context.rotary if turns else None,
         document_ids=context.documents,
@@ -330,9 +332,9 @@ class Fusion(NamedTuple):
 FUSIONS = (
     Fusion("filters, biases, SiLU and rotation of a token", _is_one_kernel, _one_token),
     Fusion(
-        "packed filters of heads and biases, on a GPU with a rotation that follows",
-        _packs_filters_of_heads,
-        _packed_filters_of_heads,
+        "packed filters and biases, and a rotation that follows",
+        _packs_filters,
+        _packed_filters,
     ),
     Fusion(
         "packed filters as long as the text, and biases", _packs_long_filters, _packed_long_filters
@@ -349,4 +351,4 @@ def fused(weights: StreamPipeline) -> str | None:
     """Return the name of the streams that are computed together for a row, or None."""
     found = next((fusion.what for fusion in FUSIONS[1:] if fusion.serves(weights)), None)
     turns = any(map(fuses_rotation, weights.operations.values()))
-    return found or ("on a GPU a convolution and the rotation that follows" if turns else None)
+    return found or ("a convolution and its rotation, on some devices" if turns else None)

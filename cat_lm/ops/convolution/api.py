@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cat_lm.ops.convolution import kinds, triton
 from cat_lm.ops.convolution.backends import BACKENDS, serving_backend
-from cat_lm.ops.convolution.kinds import Kind
+from cat_lm.ops.convolution.kinds import Kind, reference
 from cat_lm.ops.runtime import triton_launch
 from cat_lm.ops.runtime.documents import (
     check_document_ids,
@@ -143,7 +143,7 @@ def convolve(
         x, past = torch.cat([initial_state.to(x.dtype), x], dim=1), window - 1
     bias = None if bias is None else bias.to(x.dtype)
     inputs = conv_type, x, filters.to(x.dtype), bias, positions
-    if serving.rotates and rotary is not None and not past:
+    if kinds.of(conv_type).name in serving.rotates and rotary is not None and not past:
         y = serving.convolve(*inputs, rotary)
     else:
         y = serving.convolve(*inputs)
@@ -184,15 +184,10 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor, backend: str = "auto") -> 
     Args:
         backend: auto or triton for that kernel, where it can serve; torch's operators otherwise.
     """
-    width = cosines.shape[-1]
     by_kernel = backend == "triton" or (backend == "auto" and x.device.type != "cpu")
-    if by_kernel and width > 0 and triton_launch.why_not(x.device, x.dtype) is None:
+    if by_kernel and cosines.shape[-1] > 0 and triton_launch.why_not(x.device, x.dtype) is None:
         return triton.rotate(x, cosines, sines)
-    cosines, sines = cosines[:, :, None].to(x.dtype), sines[:, :, None].to(x.dtype)
-    turned, passed = x[..., :width], x[..., width:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cosines + torch.cat([-second, first], dim=-1) * sines
-    return torch.cat([turned, passed], dim=-1)
+    return reference.rotate(x, cosines, sines)
 
 
 def check_rotary(

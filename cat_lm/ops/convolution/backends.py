@@ -31,7 +31,9 @@ class Backend:
         why_not: (device, dtype) to why it cannot serve, as a clause; None where it can.
         describe: (kind's name, dtype, W) to the words that say what runs.
         kinds: the kinds that it has kernels for; None for all.
-        rotates: whether `convolve` also takes cosines and sines, to rotate what it computes.
+        rotates: the kinds of which `convolve` also takes cosines and sines, to rotate its results.
+        packs: the kinds of which `convolve_packed` convolves and rotates q, k and v of one tensor.
+        convolve_packed: an operator of `packed_operator`.
     """
 
     name: str
@@ -39,7 +41,9 @@ class Backend:
     why_not: Callable[[torch.device, torch.dtype], str | None]
     describe: Callable[[str, torch.dtype, int], str]
     kinds: Iterable[str] | None = None
-    rotates: bool = False
+    rotates: Iterable[str] = ()
+    packs: Iterable[str] = ()
+    convolve_packed: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
 
     def obstacle(self, conv_type: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why the backend cannot serve convolutions of a kind; None if it can."""
@@ -61,9 +65,25 @@ BACKENDS: Registry[Backend] = Registry(
     others=("auto",),
     entries=(
         Backend("reference", reference.convolve, lambda *_: None, reference.describe),
-        Backend("cpu", cpu.convolve, cpu.why_not, cpu.describe, kinds.KERNEL_NUMBERS),
         Backend(
-            "triton", triton.convolve, triton_launch.why_not, triton.describe, triton.KINDS, True
+            "cpu",
+            cpu.convolve,
+            cpu.why_not,
+            cpu.describe,
+            kinds=kinds.KERNEL_NUMBERS,
+            rotates=cpu.OF_WHOLE_HEADS,
+            packs=cpu.OF_WHOLE_HEADS,
+            convolve_packed=cpu.cpu_conv_qkv,
+        ),
+        Backend(
+            "triton",
+            triton.convolve,
+            triton_launch.why_not,
+            triton.describe,
+            kinds=triton.KINDS,
+            rotates=triton.KINDS,
+            packs=triton.PACKED,
+            convolve_packed=triton.triton_conv_qkv,
         ),
     ),
 )

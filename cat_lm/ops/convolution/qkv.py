@@ -1,21 +1,22 @@
-"""`head_conv_qkv`: from GPT-NeoX's packed projection to what attention reads, in one step.
+"""`convolve_qkv`: from GPT-NeoX's packed projection to what attention reads, in one step.
 
     y_s = RoPE_s(F_s * x_s + b_s)     for s in q, k, v
 
-with a filter per head, or none, for each stream, and rotary positions on q and k. The convolution
-comes before the rotation (CAT, Definition 1: filters act on the embeddings, before attention).
-On a GPU this is one kernel each way, or more where the rotation has its own (`rotates_separately`);
-elsewhere it is composed of `head_conv` and the rotation.
+with filters, or none, for each stream, and rotary positions on q and k. The convolution comes
+before the rotation (CAT, Definition 1: filters act on the embeddings, before attention). Where the
+backend has a kernel for it (`Backend.packs`), the streams are read from the projection and their
+gradients written into its own; on a GPU the rotation may be another (`rotates_separately`).
+Elsewhere it is composed of `convolve` and the rotation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypedDict, Unpack
 
-import torch
 from torch import Tensor
 
-from cat_lm.ops.convolution import triton
+from cat_lm.ops.convolution import kinds
 from cat_lm.ops.convolution.api import (
     check_filters,
     check_rotary,
@@ -24,7 +25,7 @@ from cat_lm.ops.convolution.api import (
     packed_positions,
     rotate,
 )
-from cat_lm.ops.convolution.backends import serving_backend
+from cat_lm.ops.convolution.backends import BACKENDS, serving_backend
 from cat_lm.ops.runtime.flops import flops
 
 # Each choice of streams as a slice of the dimension (q, k, v), so that choosing copies nothing.
@@ -39,13 +40,45 @@ STREAM_SLICES = {
 }
 
 
-def _flops(qkv: Tensor, filters: Sequence[Tensor | None], *_: object, **how: object) -> float:
+class PackedOptions(TypedDict, total=False):
+    """Keyword arguments of `convolve_qkv`, which says what they are."""
+
+    rotary: tuple[Tensor, Tensor] | None
+    document_ids: Tensor | None
+    cu_seqlens: Tensor | None
+    positions: Tensor | None
+    initial_state: Tensor | None
+    backend: str
+
+
+def head_conv_qkv(
+    qkv: Tensor,
+    filters: Sequence[Tensor | None],
+    bias: Tensor | None = None,
+    **options: Unpack[PackedOptions],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convolve, bias and rotate queries, keys and values, with one filter for each head.
+
+    Args:
+        filters: for q, k and v: [H, W], lag 0 first and of one W, or None for a stream that is not
+            convolved; at least one is.
+        qkv, bias, options: as in `convolve_qkv`, whose results and errors these are.
+    """
+    return convolve_qkv("head", qkv, filters, bias, **options)
+
+
+def _flops(
+    conv_type: str, qkv: Tensor, filters: Sequence[Tensor | None], *_: object, **how: object
+) -> float:
     """Count as `convolve`."""
-    return sum(2.0 * t.shape[1] * qkv[:, :, :, 0].numel() for t in filters if t is not None)
+    kind, x = kinds.get(conv_type), qkv[:, :, :, 0]
+    given = [taps for taps in filters if taps is not None]
+    return sum(2.0 * kind.fan_in(x.shape[2], kind.window_of(t)) * x.numel() for t in given)
 
 
 @flops(_flops)
-def head_conv_qkv(
+def convolve_qkv(
+    conv_type: str,
     qkv: Tensor,
     filters: Sequence[Tensor | None],
     bias: Tensor | None = None,
@@ -60,9 +93,10 @@ def head_conv_qkv(
     """Convolve, bias and rotate queries, keys and values.
 
     Args:
+        conv_type: the kind's name.
         qkv: [B, T, H, 3, D], the projection without its bias.
-        filters: for q, k and v: [H, W], lag 0 first and of one W, or None for a stream that is not
-            convolved; at least one is.
+        filters: for q, k and v: of the shape that the kind says and of one W, or None for a stream
+            that is not convolved; at least one is.
         bias: [H, 3, D].
         rotary: (cosines, sines), each [B or 1, T, R], that turn the first R channels of q and k
             by halves, channel r with channel r + R/2; None for no positions.
@@ -78,55 +112,29 @@ def head_conv_qkv(
     Raises:
         ValueError: as `head_conv`, and for filters of different windows.
     """
-    window = _check(qkv, filters, bias, rotary, initial_state)
-    backend = serving_backend("head", qkv, window, backend)
+    window = _check(conv_type, qkv, filters, bias, rotary, initial_state)
+    serving = BACKENDS.get(serving_backend(conv_type, qkv, window, backend))
     positions = packed_positions(qkv, document_ids, cu_seqlens, positions)
-    if backend == "triton" and initial_state is None:
+    if conv_type in serving.packs and initial_state is None:
         cast = [None if x is None else x.to(qkv.dtype) for x in (*filters, bias)]
-        return triton.convolution.conv_qkv(qkv, *cast, *(rotary or (None, None)), positions)
-    outputs = _convolved(qkv, filters, bias, positions, initial_state, backend)
-    if rotary is None:
-        return outputs
-    query, key, value = outputs
-    query, key = (rotate(x, *rotary, backend=backend) for x in (query, key))
-    return query, key, value
-
-
-def _convolved(
-    qkv: Tensor,
-    filters: Sequence[Tensor | None],
-    bias: Tensor | None,
-    positions: Tensor | None,
-    initial_state: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    streams = "".join(s for s, taps in zip("qkv", filters, strict=True) if taps is not None)
-    chosen = STREAM_SLICES[streams]
-    inputs = qkv[:, :, :, chosen]
-    # One call for all streams: [B, T, H, S, D] is [B, T, H·S, D] with H·S filters.
-    taps = torch.stack([taps for taps in filters if taps is not None], dim=1).flatten(0, 1)
-    convolved = convolve(
-        "head",
-        inputs.flatten(2, 3),
-        taps,
-        None if bias is None else bias[:, chosen].flatten(0, 1),
-        positions=positions,
-        initial_state=None if initial_state is None else initial_state.flatten(2, 3),
-        backend=backend,
-    )
-    found = iter(convolved.unflatten(2, inputs.shape[2:4]).unbind(dim=3))
-    outputs = [
-        next(found) if taps is not None else unchanged
-        for taps, unchanged in zip(filters, qkv.unbind(3), strict=True)
-    ]
-    if bias is not None:
-        for index, taps in enumerate(filters):
-            if taps is None:
-                outputs[index] = outputs[index] + bias[:, index].to(qkv.dtype)
-    return tuple(outputs)
+        return serving.convolve_packed(conv_type, qkv, *cast, positions, *(rotary or (None, None)))
+    biases = [None] * 3 if bias is None else bias.unbind(1)
+    earlier = iter(() if initial_state is None else initial_state.unbind(3))
+    made = []
+    for stream, x, taps, own in zip("qkv", qkv.unbind(3), filters, biases, strict=True):
+        angles = None if stream == "v" else rotary
+        if taps is not None:
+            how = {"initial_state": next(earlier, None), "backend": serving.name}
+            x = convolve(conv_type, x, taps, own, rotary=angles, positions=positions, **how)
+        else:
+            x = x if own is None else x + own.to(x.dtype)
+            x = x if angles is None else rotate(x, *angles, backend=serving.name)
+        made.append(x)
+    return tuple(made)
 
 
 def _check(
+    conv_type: str,
     qkv: Tensor,
     filters: Sequence[Tensor | None],
     bias: Tensor | None,
@@ -140,7 +148,7 @@ def _check(
     given = [taps for taps in filters if taps is not None]
     if len(filters) != 3 or not given:
         raise ValueError("filters must be three, for q, k and v, and at least one not None")
-    windows = {check_filters("head", qkv[:, :, :, 0], taps) for taps in given}
+    windows = {check_filters(conv_type, qkv[:, :, :, 0], taps) for taps in given}
     if len(windows) > 1:
         raise ValueError(f"the filters have windows {sorted(windows)}; they must be equal")
     window = windows.pop()

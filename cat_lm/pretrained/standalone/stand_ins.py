@@ -62,7 +62,7 @@ class ReferenceBackend:
     """The convolution by torch's operators."""
 
     name = "reference"
-    rotates = False
+    rotates = ()
     convolve = staticmethod(reference.convolve)
 
 

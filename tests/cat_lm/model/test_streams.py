@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cat_lm.mixers import Setting, make_mixer
 from cat_lm.model.cache import StateDynamicLayer
@@ -13,7 +14,7 @@ from cat_lm.model.streams.operations import Convolution, Rotation
 from cat_lm.model.streams.pipeline import FUSIONS, fused
 from tests.tiny_models import cat_model, random_ids
 
-TOKEN, HEADS, LONG = (fusion.what for fusion in FUSIONS)
+TOKEN, PACKED, LONG = (fusion.what for fusion in FUSIONS)
 LONG_KEYS = {"conv_type": "head", "conv_filter": "ssm", "conv_state": 4}
 
 
@@ -47,27 +48,28 @@ def taken(monkeypatch):
 
 PAIR = ["convolution and rotation"] * 2 + ["convolution"]
 ROWS = {
-    "packed heads": ({"conv_type": "head"}, [HEADS]),
+    "packed heads": ({"conv_type": "head"}, [PACKED]),
     "packed heads, a stream without filters": (
         {"conv_type": "head", "conv_streams": "kv"},
-        [HEADS],
+        [PACKED],
     ),
     "packed heads, norm after": (
         {"conv_type": "head", "qk_norm": "l2"},
-        [HEADS, *["rotation"] * 2],
+        [PACKED, *["rotation"] * 2],
     ),
     "packed heads, norm before": (
         {"conv_type": "head", "qk_norm": "rms", "qk_norm_place": "before"},
-        [HEADS],
+        [PACKED],
     ),
-    "packed heads, ranks": ({"conv_type": "head", "conv_rank": 2}, [HEADS, *["rotation"] * 2]),
+    "packed heads, ranks": ({"conv_type": "head", "conv_rank": 2}, [PACKED, *["rotation"] * 2]),
     "packed long filters": (LONG_KEYS, [LONG, *["rotation"] * 2]),
     "packed channels": ({"conv_type": "depthwise"}, PAIR),
     "packed channels with SiLU": (
         {"conv_type": "depthwise", "conv_activation": "silu"},
         ["convolution", "rotation"] * 2 + ["convolution"],
     ),
-    "heads that mix": ({"conv_type": "multihead"}, PAIR),
+    "heads that mix": ({"conv_type": "multihead"}, [PACKED]),
+    "maps that mix": ({"conv_type": "multihead", "conv_mixing": "maps"}, [PACKED]),
     "separate heads": ({"conv_type": "head", "family": "llama"}, PAIR),
     "separate long filters": (LONG_KEYS | {"family": "llama"}, ["rotation"] * 2),
 }
@@ -86,9 +88,36 @@ def test_rows(taken, name):
     model(random_ids(2, 9))
     assert taken == expected * layers
     said = fused(first_convolution(model))
-    rotates = "on a GPU a convolution and the rotation that follows"
-    expected_words = {HEADS: HEADS, LONG: LONG, PAIR[0]: rotates}
+    rotates = "a convolution and its rotation, on some devices"
+    expected_words = {PACKED: PACKED, LONG: LONG, PAIR[0]: rotates}
     assert said == expected_words.get(expected[0])
+
+
+class Names(TorchDispatchMode):
+    """Collects the names of operators that are called while it is entered."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function.name())
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("kind", ["head", "multihead"])
+def test_packed_streams_of_a_cpu_are_one_operator_each_way(kind):
+    """Nothing copies or joins the streams, nor the gradient of the packed projection."""
+    weights = first_convolution(cat_model(conv_type=kind))
+    rotary = torch.randn(2, 1, 9, 2).unbind()
+    packed = torch.randn(2, 9, 96, requires_grad=True)
+    with Names() as names:
+        streams = weights(Context(rotary=rotary), packed)
+        torch.autograd.grad(streams, packed, [torch.ones_like(x) for x in streams])
+    views = {"aten::view", "aten::_unsafe_view", "aten::alias", "aten::select.int"}
+    computing = [name for name in names.seen if name not in views | {"aten::ones_like"}]
+    assert computing == ["cat_lm::cpu_conv_qkv", "cat_lm::cpu_conv_qkv_backward"]
+    assert all(x.transpose(1, 2).is_contiguous() for x in streams)
 
 
 def step(kind, inputs, past, filters, biases, following, *, window, rotary, silu):

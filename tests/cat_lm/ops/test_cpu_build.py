@@ -18,6 +18,7 @@ import torch
 
 from cat_lm.ops.activation import gelu
 from cat_lm.ops.convolution.cpu import kernel
+from cat_lm.ops.convolution.kinds import reference
 from cat_lm.ops.landmark import decode
 from cat_lm.ops.loss import cross_entropy_cpu
 from cat_lm.ops.recurrence import decaying_scan_cpu
@@ -111,6 +112,19 @@ def test_damaged_library_is_built_again(cache):
     library.write_bytes(b"\x7fELF cut short")
     assert kernel.KERNEL.library().handle is not None
     assert library.stat().st_size > 10_000
+
+
+@needs_compiler
+@pytest.mark.skipif(compiler.platform.machine() != "x86_64", reason="the flag is of x86")
+def test_narrow_vectors_without_products_of_bf16_compute_the_same(cache, monkeypatch, tmp_path):
+    write_compiler(tmp_path / "narrow", f'exec "{FOUND}" "$@" -O1 -mno-avx512f', monkeypatch)
+    x, taps = torch.randn(2, 70, 3, 24).bfloat16(), torch.randn(5, 3, 3).bfloat16()
+    positions = (torch.arange(70) % 31).int().expand(2, 70)
+    for kind, filters in (("multihead", taps), ("head", taps[:, :, 0].mT.contiguous())):
+        y = kernel.convolve(kind, x, filters, None, positions)
+        wanted = reference.convolve(kind, x.double(), filters.double(), None, positions)
+        torch.testing.assert_close(y.double(), wanted, rtol=1e-2, atol=1e-2)
+    assert kernel.KERNEL.is_built
 
 
 @needs_compiler
@@ -253,6 +267,7 @@ def runtimes():
 before = runtimes()
 from cat_lm.ops.activation import gelu
 from cat_lm.ops.convolution.cpu import kernel
+from cat_lm.ops.convolution.kinds import reference
 from cat_lm.ops.runtime.native import openmp_runtime
 kernel.KERNEL.library()
 kernel.convolve("head", torch.randn(1, 4096, 8, 64), torch.randn(8, 21), None, None)

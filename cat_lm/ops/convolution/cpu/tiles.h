@@ -1,150 +1,125 @@
-// The loops in registers: sums of taps, and of products at each lag, over rows in fast memory.
+// The loops in registers, over rows in fast memory, and the formats of these rows.
 #pragma once
 
 #include <cstdint>
 
+#include "numbers.h"
+
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int VECTOR_BYTES = 64;
+constexpr int VECTOR_BYTES = 64, WIDE = 4;  // vectors of a wide tile: 32 registers hold 4 rows of 4
 #elif defined(__AVX__)
-constexpr int VECTOR_BYTES = 32;
+constexpr int VECTOR_BYTES = 32, WIDE = 2;
 #else
-constexpr int VECTOR_BYTES = 16;
+constexpr int VECTOR_BYTES = 16, WIDE = 2;
 #endif
 
-template <class T> struct Simd {
-  typedef T Vec __attribute__((vector_size(VECTOR_BYTES), may_alias));
-  static constexpr int LANES = VECTOR_BYTES / sizeof(T);
-  static Vec load(const T* p) { return *reinterpret_cast<const Vec*>(p); }
-  static void store(T* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+// Numbers are `IO` in memory and `Number` in buffers, where a vector of `Unit`s is multiplied at once.
+template <class T, class From> struct Plain {
+  using Sum = T;
+  using IO = From;
+  using Number = T;
+  using Unit = T;
+  static constexpr int PAIR = 1, LANES = VECTOR_BYTES / sizeof(T);
+  typedef T Sums __attribute__((vector_size(VECTOR_BYTES), may_alias));
+  typedef T Units __attribute__((vector_size(VECTOR_BYTES), may_alias));
+  static Sums multiply_add(Sums sum, Units a, Units b) { return sum + a * b; }
 };
 
-// A buffer of rows of `width` numbers, a multiple of the vector's, `stride` numbers apart.
-template <class T> struct Rows {
-  T* data;
-  int64_t stride, width;
-  T* operator[](int64_t row) const { return data + row * stride; }
+#if defined(__AVX512BF16__)
+// A unit is two numbers, whose two products are added to one sum in fp32.
+struct Pairs {
+  using Sum = float;
+  using IO = bf16;
+  using Number = bf16;
+  using Unit = uint32_t;
+  static constexpr int PAIR = 2, LANES = 16;
+  typedef float Sums __attribute__((vector_size(VECTOR_BYTES), may_alias));
+  typedef uint32_t Units __attribute__((vector_size(VECTOR_BYTES), may_alias));
+  static Sums multiply_add(Sums sum, Units a, Units b) {
+    return (Sums)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  }
 };
+#endif
 
-// R rows of V vectors: out[r] = start + sum_{j < taps} F[j] in[row + r + STEP * j].
-template <class T, int V, int R, int STEP, bool PER_CHANNEL>
-inline void tile(Rows<T> in, int64_t row, Rows<T> filter, int64_t taps, const T* start,
-                 Rows<T> out, int64_t out_row, int64_t at) {
-  using S = Simd<T>;
-  typename S::Vec sum[R][V];
+// A function of its own has all registers for its sums; compilers spill some where it is inlined.
+#define TILE __attribute__((noinline))
+
+// g++ 12 loads a vector again for every product unless it may have changed in its register.
+#if defined(__x86_64__)
+#define KEEP(vector) asm("" : "+v"(vector))
+#else
+#define KEEP(vector)
+#endif
+
+template <class Vec, class T> inline Vec load(const T* p) { return *reinterpret_cast<const Vec*>(p); }
+template <class Vec, class T> inline void store(T* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+
+// out[r, e] = start[e] + sum_{first <= k < last} taps[k, e] in[r * step + k] for R steps with E outputs
+// each, of V vectors. Taps are `outputs` apart, or rows of `width`, too, if each channel has its own.
+template <class F, int R, int E, int V, bool PER_CHANNEL>
+TILE void convolve_tile(const typename F::Unit* in, int64_t step, int64_t width,
+                        const typename F::Unit* taps, int64_t outputs, int64_t first, int64_t last,
+                          const typename F::Sum* start, typename F::Sum* out) {
+  using Sums = typename F::Sums;
+  using Units = typename F::Units;
+  Sums sum[R][E][V];
   for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) sum[r][v] = S::load(start + at + v * S::LANES);
-  const T* input = in[row] + at;
-  const T* tap = PER_CHANNEL ? filter.data + at : filter.data;
-  for (int64_t j = 0; j < taps; ++j) {
-    typename S::Vec f[V];
+    for (int e = 0; e < E; ++e)
+      for (int v = 0; v < V; ++v) sum[r][e][v] = load<Sums>(start + e * width + v * F::LANES);
+  int64_t k = first;
+  do {
+    Units tap[E];
+    for (int e = 0; !PER_CHANNEL && e < E; ++e) tap[e] = Units{} + taps[k * outputs + e];
     for (int v = 0; v < V; ++v) {
-      if (PER_CHANNEL) f[v] = S::load(tap + v * S::LANES);
-      else f[v] = typename S::Vec{} + *tap;
+      if (PER_CHANNEL) tap[0] = load<Units>(taps + k * width + v * F::LANES);
+      for (int r = 0; r < R; ++r) {
+        const Units x = load<Units>(in + (r * step + k) * width + v * F::LANES);
+        for (int e = 0; e < E; ++e) sum[r][e][v] = F::multiply_add(sum[r][e][v], tap[e], x);
+      }
     }
-    for (int r = 0; r < R; ++r)
+  } while (++k < last);
+  for (int r = 0; r < R; ++r)
+    for (int e = 0; e < E; ++e)
       for (int v = 0; v < V; ++v)
-        sum[r][v] += f[v] * S::load(input + r * in.stride + v * S::LANES);
-    input += STEP * in.stride;
-    tap += filter.stride;
-  }
-  for (int r = 0; r < R; ++r)
-    for (int v = 0; v < V; ++v) S::store(out[out_row + r] + at + v * S::LANES, sum[r][v]);
+        store(out + (r * outputs + e) * width + v * F::LANES, sum[r][e][v]);
 }
 
-// One block of V vectors at channel `at`; limits[t], if given, are the taps of each row.
-template <class T, int V, int R, int STEP, bool PER_CHANNEL>
-void block_of_tiles(Rows<T> in, int64_t row, Rows<T> filter, int64_t window, const T* start,
-                    Rows<T> out, int64_t count, const int32_t* limits, int64_t at) {
-  int64_t t = 0;
-  while (t < count) {
-    bool whole = t + R <= count;
-    for (int r = 0; whole && limits && r < R; ++r) whole = limits[t + r] >= window;
-    if (whole) {
-      tile<T, V, R, STEP, PER_CHANNEL>(in, row + t, filter, window, start, out, t, at);
-      t += R;
-    } else {
-      const int64_t taps = limits ? limits[t] : window;
-      tile<T, V, 1, STEP, PER_CHANNEL>(in, row + t, filter, taps, start, out, t, at);
-      t += 1;
+// sums[j, i] += sum_s left[s * step + i] right[s * step + j], lane by lane, for I by J rows of `width`
+// units, of which `columns` are read; sums are `lanes` apart, and those of `outputs` i for each j.
+template <class F, int I, int J>
+TILE void correlate_tile(const typename F::Unit* left, const typename F::Unit* right, int64_t step,
+                           int64_t steps, int64_t width, int64_t columns, typename F::Sum* sums,
+                           int64_t outputs, int64_t lanes) {
+  using Sums = typename F::Sums;
+  using Units = typename F::Units;
+  Sums sum[I][J];
+  for (int i = 0; i < I; ++i)
+    for (int j = 0; j < J; ++j) sum[i][j] = load<Sums>(sums + (j * outputs + i) * lanes);
+  for (int64_t s = 0; s < steps; ++s, left += step * width, right += step * width)
+    for (int64_t at = 0; at < columns; at += F::LANES) {
+      Units x[J];
+      for (int j = 0; j < J; ++j) {
+        x[j] = load<Units>(right + j * width + at);
+        KEEP(x[j]);
+      }
+      for (int i = 0; i < I; ++i) {
+        const Units dy = load<Units>(left + i * width + at);
+        for (int j = 0; j < J; ++j) sum[i][j] = F::multiply_add(sum[i][j], dy, x[j]);
+      }
     }
-  }
+  for (int i = 0; i < I; ++i)
+    for (int j = 0; j < J; ++j) store(sums + (j * outputs + i) * lanes, sum[i][j]);
 }
 
-template <class T, int STEP, bool PER_CHANNEL>
-void convolve_block(Rows<T> in, int64_t row, Rows<T> filter, int64_t window, const T* start,
-                    Rows<T> out, int64_t count, const int32_t* limits) {
-  constexpr int LANES = Simd<T>::LANES;
-  int64_t at = 0;
-  for (; VECTOR_BYTES == 64 && at + 4 * LANES <= in.stride; at += 4 * LANES)
-    block_of_tiles<T, 4, 4, STEP, PER_CHANNEL>(in, row, filter, window, start, out, count, limits, at);
-  for (; at + 2 * LANES <= in.stride; at += 2 * LANES)
-    block_of_tiles<T, 2, 4, STEP, PER_CHANNEL>(in, row, filter, window, start, out, count, limits, at);
-  for (; at < in.stride; at += LANES)
-    block_of_tiles<T, 1, 8, STEP, PER_CHANNEL>(in, row, filter, window, start, out, count, limits, at);
-}
-
-// sums[j] += sum_{t in [first, last)} dy[t] x[row + t - j] for J lags, V vectors.
-template <class T, int J, int V>
-inline void correlate_lags(Rows<T> dy, Rows<T> x, int64_t row, int64_t first, int64_t last,
-                           Rows<T> sums, int64_t lag, int64_t at) {
-  using S = Simd<T>;
-  typename S::Vec sum[J][V] = {};
-  const T* input = x[row + first - lag] + at;
-  for (int64_t t = first; t < last; ++t, input += x.stride)
-    for (int v = 0; v < V; ++v) {
-      const typename S::Vec d = S::load(dy[t] + at + v * S::LANES);
-      for (int j = 0; j < J; ++j)
-        sum[j][v] += d * S::load(input - j * x.stride + v * S::LANES);
-    }
-  for (int j = 0; j < J; ++j)
-    for (int v = 0; v < V; ++v) {
-      T* to = sums[lag + j] + at + v * S::LANES;
-      S::store(to, S::load(to) + sum[j][v]);
-    }
-}
-
-constexpr int LAGS = 12;  // sums in registers, next to one row of dy
-
-template <class T, int J = LAGS>
-inline void correlate_group(int64_t lags, Rows<T> dy, Rows<T> x, int64_t row, int64_t first,
-                            int64_t last, Rows<T> sums, int64_t lag, int64_t at, int64_t vectors) {
-  if constexpr (J > 1) {
-    if (lags < J)
-      return correlate_group<T, J - 1>(lags, dy, x, row, first, last, sums, lag, at, vectors);
-  }
-  constexpr int WIDE = 4;  // few lags: several vectors hide the latency of a sum
-  if constexpr (J * WIDE <= LAGS) {
-    for (; vectors >= WIDE; vectors -= WIDE, at += WIDE * Simd<T>::LANES)
-      correlate_lags<T, J, WIDE>(dy, x, row, first, last, sums, lag, at);
-  }
-  for (; vectors > 0; --vectors, at += Simd<T>::LANES)
-    correlate_lags<T, J, 1>(dy, x, row, first, last, sums, lag, at);
-}
-
-// The first `lags` lags of rows [first, last).
-template <class T>
-void correlate_rows(Rows<T> dy, Rows<T> x, int64_t row, int64_t first, int64_t last, Rows<T> sums,
-                    int64_t lags) {
-  const int64_t vectors = dy.stride / Simd<T>::LANES;
-  const int64_t groups = (lags + LAGS - 1) / LAGS;
-  for (int64_t g = 0; g < groups; ++g) {
-    const int64_t from = lags * g / groups, to = lags * (g + 1) / groups;
-    correlate_group<T>(to - from, dy, x, row, first, last, sums, from, 0, vectors);
-  }
-}
-
-template <class T>
-void correlate_block(Rows<T> dy, Rows<T> x, int64_t row, int64_t count, Rows<T> sums,
-                     int64_t window, const int32_t* limits) {
-  for (int64_t t = 0; t < count;) {
-    int64_t end = limits ? t + 1 : count;
-    const int64_t lags = limits ? limits[t] : window;
-    while (limits && end < count && limits[end] == lags) ++end;
-    correlate_rows(dy, x, row, t, end, sums, lags);
-    t = end;
-  }
+// The sum of a vector's lanes.
+template <class F> inline typename F::Sum sum_lanes(const typename F::Sum* from) {
+  typename F::Sum lane[F::LANES];
+  for (int i = 0; i < F::LANES; ++i) lane[i] = from[i];
+  for (int half = F::LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+  return lane[0];
 }
 
 }  // namespace

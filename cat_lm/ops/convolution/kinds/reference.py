@@ -93,6 +93,16 @@ def gradients(
     return dx.to(x.dtype), df.to(filters.dtype), dy.sum(dim=(0, 1)).to(x.dtype)
 
 
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotate the first R channels of x [B, T, H, D] by cosines and sines [B or 1, T, R]."""
+    width = cosines.shape[-1]
+    cosines, sines = cosines[:, :, None].to(x.dtype), sines[:, :, None].to(x.dtype)
+    turned, passed = x[..., :width], x[..., width:]
+    first, second = turned.chunk(2, dim=-1)
+    turned = turned * cosines + torch.cat([-second, first], dim=-1) * sines
+    return torch.cat([turned, passed], dim=-1)
+
+
 @functools.cache
 def check_kind(kind: kinds.Kind) -> None:
     """Check what `kinds.register`, which imports no torch, cannot: axes and sum fit each other.

@@ -18,23 +18,32 @@ from torch import Tensor
 
 from cat_lm.ops.runtime.triton_launch import INSTALLED, INTERPRETED
 
-# The kinds that have a kernel.
+# The kinds that have a kernel, and those that have one for packed q, k and v.
 KINDS: tuple[str, ...] = ()
+PACKED: tuple[str, ...] = ()
+triton_conv_qkv = None
 if INSTALLED:
-    from cat_lm.ops.convolution.kinds.operators import convolution_operator
+    from cat_lm.ops.convolution.kinds.operators import convolution_operator, packed_operator
     from cat_lm.ops.convolution.triton import convolution, multihead, rotation
     from cat_lm.ops.convolution.triton.launch import WIDEST_DOT_WINDOW, rotates_separately, uses_dot
 
-    KINDS = ("head", "depthwise", "multihead")
+    KINDS, PACKED = ("head", "depthwise", "multihead"), ("head",)
 
     def _module(conv_type: str) -> ModuleType:
         return multihead if conv_type == "multihead" else convolution
+
+    def _empty_output(conv_type: str, x: Tensor) -> Tensor:
+        return x.new_empty(x.shape)
 
     triton_conv = convolution_operator(
         "triton_conv",
         lambda conv_type, *given: _module(conv_type).forward(conv_type, *given),
         lambda conv_type, *given: _module(conv_type).backward(conv_type, *given),
-        lambda conv_type, x: x.new_empty(x.shape),
+        _empty_output,
+    )
+    triton_conv_qkv = packed_operator(
+        *("triton_conv_qkv", convolution.forward_packed, convolution.backward_packed),
+        _empty_output,
     )
 
 

@@ -18,7 +18,6 @@ from cat_lm.ops.convolution.triton.launch import (
     rotates_separately,
 )
 from cat_lm.ops.convolution.triton.rotation import rotate, rotate_into
-from cat_lm.ops.runtime.operators import custom_op
 from cat_lm.ops.runtime.triton_launch import (
     cdiv,
     contiguous,
@@ -152,77 +151,26 @@ def backward(
     return dx, (sums.mT if filters.ndim == 3 else sums).to(x.dtype).contiguous(), dbias
 
 
-@custom_op("cat_lm::triton_conv_qkv")
-def conv_qkv(
-    qkv: Tensor,
-    q_filter: Tensor | None,
-    k_filter: Tensor | None,
-    v_filter: Tensor | None,
-    bias: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    positions: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute y_s = RoPE_s(F_s * x_s + b_s) for s in q, k, v, with RoPE on q and k alone.
+def forward_packed(
+    conv_type: str, qkv: Tensor, filters: Streams, bias: Tensor | None, *others: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Convolve and rotate packed q, k and v, as `packed_operator` says.
 
-    Args:
-        qkv: [B, T, H, 3, D].
-        q_filter, k_filter, v_filter: [H, W] of qkv's dtype; None leaves a stream as it is.
-        bias: [H, 3, D].
-        cos, sin: [B or 1, T, R], without a gradient; the first R channels are rotated by halves.
-        positions: int32 [B, T].
-
-    Returns:
-        q, k, v, each [B, T, H, D], rotated in fp32 before the one rounding to qkv's dtype; in half
-        precision with filters of more than 65 taps, after another. Flash attention and cuDNN's lay
-        their output out as their queries, so that what follows copies nothing.
+    Results are rotated in fp32 before the one rounding to qkv's dtype; in half precision with
+    filters of more than 65 taps, after another. Flash attention and cuDNN's lay their output out as
+    their queries, so that what follows copies nothing.
     """
-    return _convolve(qkv, (q_filter, k_filter, v_filter), bias, positions, cos, sin)
+    return _convolve(qkv, filters, bias, *others)
 
 
-@custom_op(
-    "cat_lm::triton_conv_qkv_backward",
-    "(Tensor dq, Tensor dk, Tensor dv, Tensor qkv, Tensor? q_filter, Tensor? k_filter,"
-    " Tensor? v_filter, Tensor? cos, Tensor? sin, Tensor? positions, bool[] wanted)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
-def conv_qkv_backward(dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, *given: Any) -> tuple:
-    """Compute dqkv [B, T, H, 3, D], the filters' and dbias [H, 3, D]; no numbers if not wanted."""
-    *filters, cos, sin, positions, wanted = given
-    dqkv, sums, dbias = _differentiate((dq, dk, dv), qkv, filters, positions, cos, sin, wanted)
+def backward_packed(
+    conv_type: str, gradients: Streams, qkv: Tensor, filters: Streams, *others: Any
+) -> tuple[Tensor, ...]:
+    """Compute the gradients of packed q, k and v, the filters and the bias, as far as wanted."""
+    dqkv, sums, dbias = _differentiate(gradients, qkv, filters, *others)
     # Sums of streams without a filter were never written, and are not used.
     df = [
         qkv.new_empty(0) if sums is None or taps is None else sums[:, i].to(qkv.dtype, copy=True)
         for i, taps in enumerate(filters)
     ]
     return dqkv, *df, dbias
-
-
-@conv_qkv.register_fake
-def _(qkv, *_):
-    return tuple(qkv.new_empty(*qkv.shape[:3], qkv.shape[4]) for _ in range(3))
-
-
-@conv_qkv_backward.register_fake
-def _(dq, dk, dv, qkv, *given):
-    *filters, _, _, _, wanted = given
-    shapes = [f.shape if wanted[1] and f is not None else 0 for f in filters]
-    shapes = [qkv.shape if wanted[0] else 0, *shapes, qkv.shape[2:] if wanted[2] else 0]
-    return tuple(qkv.new_empty(shape) for shape in shapes)
-
-
-def _setup_context(ctx, inputs, output):
-    *kept, bias, cos, sin, positions = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(*kept, cos, sin, positions)
-
-
-def _backward(ctx, dq, dk, dv):
-    needs = [*ctx.needs_input_grad[:4], ctx.has_bias and ctx.needs_input_grad[4]]
-    wanted = [needs[0], any(needs[1:4]), needs[4]]
-    found = conv_qkv_backward(dq, dk, dv, *ctx.saved_tensors, wanted)
-    found = (g if needed else None for g, needed in zip(found, needs, strict=True))
-    return *found, None, None, None
-
-
-conv_qkv.register_autograd(_backward, setup_context=_setup_context)
