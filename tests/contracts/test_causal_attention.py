@@ -77,7 +77,7 @@ def taken(monkeypatch):
     calls = []
     attend = causal_cpu.causal_attention
     monkeypatch.setattr(
-        core.causal_cpu, "causal_attention", lambda *given: calls.append(given) or attend(*given)
+        core, "causal_attention", lambda *given: calls.append(given) or attend(*given)
     )
     return calls
 

@@ -1,4 +1,4 @@
-"""Contracts of kernels that only Triton has: a token of decoding, the loss.
+"""Contracts of kernels that only Triton has: a token of decoding, the loss, norms.
 
 `test_other_processes.py` runs this file in Triton's interpreter.
 """
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from cat_lm import ops
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.residual import parallel, parallel_triton
 from cat_lm.training.preflight.facts import why_no_kernel
 from tests.contracts.operators import (
     BOUNDS,
@@ -77,6 +78,7 @@ def test_decoding_step_serves_triton_without_gradients():
     assert not can_step("head", x, 4, "cpu") and not can_step("head", x, 4)
 
 
+BOUNDS_OF_ROWS = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
 
@@ -123,6 +125,41 @@ def test_cross_entropy_of_unknown_label_is_nan():
     cross_entropy_(logits, labels, losses, True)
     assert losses.isnan().tolist() == [False] + 4 * [True]
     assert logits[1:].isnan().all() and logits[0].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", BOUNDS_OF_ROWS)
+@pytest.mark.parametrize("shape", [(2, 5, 24), (3, 7, 64), (1, 0, 8)])
+def test_norms_and_sum_of_a_parallel_block_equal_their_definitions(shape, dtype, monkeypatch):
+    """A program of the backward pass has several rows, and the last ones fewer."""
+    monkeypatch.setattr(parallel_triton, "PROGRAMS", 4)
+    torch.manual_seed(0)
+    norms = [torch.nn.LayerNorm(shape[-1], eps=1e-3, dtype=dtype) for _ in range(2)]
+    weights = [w for norm in norms for w in norm.parameters()]
+    for weight in weights:
+        torch.nn.init.normal_(weight)
+    leaves = [(2 * torch.randn(shape) + k).to(dtype).requires_grad_() for k in range(3)]
+    residual, *read = parallel.two_norms(leaves[0], *norms)
+    out = parallel.add_branches(read[0] * leaves[1], read[1] * leaves[2], residual)
+    assert "TwoNorms" in type(residual.grad_fn).__name__
+    found = with_gradients([*read, out], [*leaves, *weights], dtype)
+    x, first, second, w1, b1, w2, b2 = same = exact([*leaves, *weights])
+    plain = (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, correction=0) + 1e-3).sqrt()
+    y1, y2 = plain * w1 + b1, plain * w2 + b2
+    wanted = with_gradients([y1, y2, y1 * first + y2 * second + x], same)
+    assert_close(found, wanted, BOUNDS_OF_ROWS[dtype])
+
+
+def test_norms_that_something_has_changed_are_computed_by_themselves():
+    x = torch.randn(2, 8, requires_grad=True)
+    plain, hooked = torch.nn.LayerNorm(8), torch.nn.LayerNorm(8)
+    hooked.register_forward_hook(lambda *_: None)
+    others = [hooked, torch.nn.RMSNorm(8), torch.nn.LayerNorm(8, eps=1e-3)]
+    others += [torch.nn.LayerNorm(8, elementwise_affine=False), torch.nn.LayerNorm(8, bias=False)]
+    assert parallel.two_norms(x, plain, torch.nn.LayerNorm(8))[0] is not x
+    for other in others:
+        assert parallel.two_norms(x, plain, other)[0] is x
+    with torch.no_grad():
+        assert parallel.two_norms(x, plain, torch.nn.LayerNorm(8))[0] is x
 
 
 def test_trial_kernel_runs_and_its_numbers_are_compared(monkeypatch):

@@ -74,7 +74,7 @@ class Transformer(Architecture):
         for values in (theirs, ours):
             if values["conv_type"] != "none":
                 options = kinds.chosen(SimpleNamespace(**values)).options
-                values["conv_options"] = asdict(options) or None
+                values["conv_options"] = options and asdict(options)
         said, added = theirs, False
         for key, others in (("conv_type", "conv_"), ("canon", "canon_")):
             if theirs[key] == "none":

@@ -32,7 +32,7 @@ from cat_lm.model.context import Context
 from cat_lm.model.rope_scaling import logit_temperature
 from cat_lm.model.sequence import to_tokens
 from cat_lm.model.streams.operations import QueryKeyNorm
-from cat_lm.ops.attention import causal_cpu
+from cat_lm.ops.attention.causal_cpu import causal_attention, serves_training
 
 # The fast kernels of these functions require values as wide as keys; R ranks make keys R·D wide.
 _OF_ONE_WIDTH = ("sdpa", "flash_attention_2")
@@ -178,8 +178,8 @@ class AttentionMixin:
             return attend_within_borders(query, key, value, *how)[..., :width], None
         is_plain = call.mask is None and not call.dropout and call.arguments.get("is_causal", True)
         streams = [x.to(computing_dtype(x)) for x in (query, key, value)]
-        if implementation == "sdpa" and is_plain and causal_cpu.serves(*streams):
-            output, maps = causal_cpu.causal_attention(*streams, call.scaling), None
+        if implementation == "sdpa" and is_plain and serves_training(*streams):
+            output, maps = causal_attention(*streams, call.scaling), None
         else:
             output, maps = self._call_function(query, key, value, call)
         return (output[..., :width] if output.shape[-1] > width else output), maps

@@ -5,11 +5,11 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch._C import _are_functorch_transforms_active
 from torch.nn import functional as F
-from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import GELUActivation
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXMLP
 
 from cat_lm.ops.activation.gelu import DTYPES, gelu_with_bias
+from cat_lm.ops.runtime.modules import is_unchanged
 from cat_lm.ops.runtime.operators import has_tangent, is_differentiated
 
 
@@ -34,24 +34,10 @@ def activate(linear: nn.Module, activation: nn.Module, x: Tensor) -> Tensor:
 def _is_one_operator(linear: nn.Module, activation: nn.Module, x: Tensor) -> bool:
     if not (linear.training and x.device.type == "cpu" and x.dtype in DTYPES):
         return False
-    if not (_is_unchanged(linear, nn.Linear) and _is_unchanged(activation, GELUActivation)):
+    if not (is_unchanged(linear, nn.Linear) and is_unchanged(activation, GELUActivation)):
         return False
     tensors = x, linear.weight, linear.bias
     if linear.bias is None or not is_differentiated(*tensors):
         return False
     # The operator has neither forward-mode derivatives nor those of torch.func.
     return not has_tangent(*tensors) and not _are_functorch_transforms_active()
-
-
-def _is_unchanged(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Return True if a call of the module is the forward of its class and nothing else.
-
-    Adapters and quantization replace modules or their forward. Hooks see a module's output, or
-    gather its parameters first, as those of ZeRO-3 do.
-    """
-    hooks = (
-        *(module._forward_pre_hooks, module._forward_hooks),
-        *(module._backward_pre_hooks, module._backward_hooks),
-    )
-    has_hooks = any(hooks) or _has_any_global_hook()
-    return type(module) is kind and "forward" not in vars(module) and not has_hooks

@@ -16,6 +16,7 @@ from cat_lm.model.context import Context
 from cat_lm.model.streams.pipeline import StreamPipeline
 from cat_lm.model.streams.short_convolution import CanonBlock
 from cat_lm.ops.convolution.kinds import STREAMS
+from cat_lm.ops.residual.parallel import add_branches, two_norms
 
 
 class ConvolvedAttention(AttentionMixin):
@@ -97,16 +98,26 @@ class CatLayer(CanonBlock, GPTNeoXLayer):
         self._add_canon(config, config.intermediate_size)
 
     def forward(self, hidden_states: Tensor, context: Context) -> Tensor:
-        read = self._with_canon("A", self.input_layernorm(hidden_states), context)
-        attended = self.post_attention_dropout(self.attention(read, context)[0])
-        base = hidden_states if self.use_parallel_residual else attended + hidden_states
-        read = self._with_canon("C", self.post_attention_layernorm(base), context)
-        made = self.post_mlp_dropout(self._feed_forward(read, context))
         if not self.use_parallel_residual:
-            return made + base
+            base = self._attend(self.input_layernorm(hidden_states), context) + hidden_states
+            return self._make(self.post_attention_layernorm(base), context) + base
+        norms = self.input_layernorm, self.post_attention_layernorm
+        residual, attention_input, mlp_input = two_norms(hidden_states, *norms)
+        attended = self._attend(attention_input, context)
+        made = self._make(mlp_input, context)
         if self.canon is None:
-            return made + attended + hidden_states  # Sum in transformers' order, for the same bits.
-        return attended + hidden_states + made
+            return add_branches(made, attended, residual)  # In transformers' order, for its bits.
+        return add_branches(attended, residual, made)
+
+    def _attend(self, normalized: Tensor, context: Context) -> Tensor:
+        """Return the branch of attention."""
+        read = self._with_canon("A", normalized, context)
+        return self.post_attention_dropout(self.attention(read, context)[0])
+
+    def _make(self, normalized: Tensor, context: Context) -> Tensor:
+        """Return the branch of the MLP."""
+        read = self._with_canon("C", normalized, context)
+        return self.post_mlp_dropout(self._feed_forward(read, context))
 
     def _feed_forward(self, hidden_states: Tensor, context: Context) -> Tensor:
         mlp = self.mlp

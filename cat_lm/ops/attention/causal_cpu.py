@@ -35,7 +35,7 @@ KERNEL = Kernel(
 )
 
 
-def serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def serves_training(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return True if the kernel is to compute causal attention of these tensors.
 
     It is for training, where torch's takes up to twice its time in fp32 and three times in bf16,

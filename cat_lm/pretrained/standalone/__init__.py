@@ -39,7 +39,7 @@ _STAND_INS: dict[str, tuple[str, ...] | dict[str, str]] = {
         "to_tokens": "to_tokens",
     },
     "model.streams.pipeline": ("FUSIONS",),
-    "ops.attention.causal_cpu": {"causal_attention": "no_kernel", "serves": "serves_nothing"},
+    "ops.attention.causal_cpu": {"causal_attention": "no_kernel", "serves_training": "never"},
     "ops.convolution.backends": ("BACKENDS", "serving_backend"),
     "ops.convolution.kinds": {"chosen": "chosen_kind"},
     "ops.convolution.triton": {"rotate": "no_kernel"},
@@ -47,6 +47,7 @@ _STAND_INS: dict[str, tuple[str, ...] | dict[str, str]] = {
     "ops.loss.linear_cross_entropy": ("linear_cross_entropy",),
     "ops.recurrence.backends": {"choose_backend": "torch_backend"},
     "ops.recurrence.decaying_scan": {"_forward": "decaying_scan_forward"},
+    "ops.residual.parallel": ("add_branches", "two_norms"),
     "ops.runtime.flops": ("flops",),
     "ops.runtime.triton_launch": ("why_not",),
 }

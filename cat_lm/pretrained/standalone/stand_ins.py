@@ -129,8 +129,16 @@ def why_not(device: torch.device, dtype: torch.dtype) -> str | None:
     return NOT_CARRIED
 
 
-def serves_nothing(*_: Any) -> bool:
+def never(*_: Any) -> bool:
     return False
+
+
+def add_branches(first: Tensor, second: Tensor, third: Tensor) -> Tensor:
+    return first + second + third
+
+
+def two_norms(x: Tensor, first: nn.Module, second: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    return x, first(x), second(x)
 
 
 def no_kernel(*_: Any, **__: Any) -> Any:

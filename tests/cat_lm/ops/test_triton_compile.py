@@ -15,6 +15,7 @@ from cat_lm.ops.long_filter import filters
 from cat_lm.ops.long_filter.api import long_conv
 from cat_lm.ops.loss.linear_cross_entropy import linear_cross_entropy
 from cat_lm.ops.recurrence.decaying_scan import decaying_scan
+from cat_lm.ops.residual.parallel import add_branches, two_norms
 from tests.cat_lm.ops.compiled import (
     TARGETS,
     angles,
@@ -71,6 +72,12 @@ def loss(dtype: torch.dtype) -> None:
     ).backward()
 
 
+def parallel_block(width: int, dtype: torch.dtype) -> None:
+    norms = [torch.nn.LayerNorm(width, dtype=dtype) for _ in range(2)]
+    residual, *read = two_norms(leaf(2, 512, width, dtype=dtype), *norms)
+    add_branches(*read, residual).sum().backward()
+
+
 def rotate(rows: int = 2, time: int = 2048) -> None:
     x = leaf(rows, time, 16, 64)
     ops.rotate(x, *angles(time, 16, torch.bfloat16), backend="triton").sum().backward()
@@ -101,6 +108,8 @@ CASES = {
     "step depthwise": partial(step, "depthwise", 4, silu=True),
     "step multihead": partial(step, "multihead", 21),
     "rotation": rotate,
+    "parallel block": partial(parallel_block, 1024, torch.bfloat16),
+    "parallel block of 7B": partial(parallel_block, 4096, torch.bfloat16),
     # H, K and V; sizes of the rate; of a.
     "scan mamba": partial(scan, 1, 16, 128, (1, 128), (1, 16, 128)),
     "scan gla": partial(scan, 4, 16, 32, (16, 1), (1, 1, 1)),
@@ -111,6 +120,8 @@ CASES = {
     "loss fp32": partial(loss, FP32),
 }
 LONG_CASES = {
+    "parallel block fp32": partial(parallel_block, 2048, FP32),
+    "parallel block of odd width": partial(parallel_block, 1000, torch.bfloat16),
     "ones": of_one,
     "head plain": partial(convolve, "head", 21),
     "packed plain": partial(packed, "qkv", 21),

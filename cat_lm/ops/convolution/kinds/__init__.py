@@ -176,7 +176,8 @@ def of(conv_type: str | Kind) -> Kind:
 def with_options(kind: Kind, given: Mapping[str, Any]) -> Kind:
     """Return a kind with options, given as values. Raises UserError for those it does not have."""
     what = f"conv_options: conv_type={kind.name}"
-    return dataclasses.replace(kind, options=build_options(kind.Options or NoOptions, what, given))
+    options = build_options(kind.Options or NoOptions, what, given)
+    return dataclasses.replace(kind, options=options) if kind.Options else kind
 
 
 def chosen(model: Any) -> Kind:
@@ -186,8 +187,9 @@ def chosen(model: Any) -> Kind:
 
 def label(model: Any) -> str:
     """Return the name of a model's kind with the options that differ from the defaults."""
-    changed = changed_options(chosen(model).options).items()
-    return model.conv_type + ":" * bool(changed) + ",".join(f"{k}={v}" for k, v in changed)
+    options = chosen(model).options
+    changed = {} if options is None else changed_options(options)
+    return model.conv_type + ":" * bool(changed) + ",".join(f"{k}={v}" for k, v in changed.items())
 
 
 def option_problems(model: Any) -> list[str]:
