@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from cat_lm import ops
+from cat_lm.ops.activation import gelu_triton
+from cat_lm.ops.activation.gelu import gelu_with_bias
 from cat_lm.ops.convolution import kinds
 from cat_lm.ops.residual import parallel, parallel_triton
 from cat_lm.training.preflight.facts import why_no_kernel
@@ -160,6 +162,21 @@ def test_norms_that_something_has_changed_are_computed_by_themselves():
         assert parallel.two_norms(x, plain, other)[0] is x
     with torch.no_grad():
         assert parallel.two_norms(x, plain, torch.nn.LayerNorm(8))[0] is x
+
+
+@pytest.mark.parametrize("dtype", BOUNDS_OF_ROWS)
+@pytest.mark.parametrize("shape", [(2, 37, 53), (1, 600), (0, 8)])
+def test_gelu_with_bias_equals_its_definition_with_gradients(shape, dtype, monkeypatch):
+    """Stripes have several steps of rows, and the last one fewer; columns are two programs'."""
+    monkeypatch.setattr(gelu_triton, "STRIPES", 3)
+    torch.manual_seed(0)
+    leaves = [2 * torch.randn(shape), torch.randn(shape[-1:])]
+    leaves = [x.to(dtype).requires_grad_() for x in leaves]
+    found = with_gradients([gelu_with_bias(*leaves)], leaves, dtype)
+    product, bias = same = exact(leaves)
+    total = product + bias
+    wanted = with_gradients([0.5 * total * (1 + torch.erf(total / 2**0.5))], same)
+    assert_close(found, wanted, BOUNDS_OF_ROWS[dtype])
 
 
 def test_trial_kernel_runs_and_its_numbers_are_compared(monkeypatch):

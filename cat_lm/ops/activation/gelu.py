@@ -1,10 +1,11 @@
-"""The exact GELU of a product and a bias, for training on a CPU.
+"""The exact GELU of a product and a bias, for training.
 
     y = gelu(x + b),   dx = dy gelu'(x + b),   db = sum of dx over rows
 
-gelu.cpp computes each direction in one pass, in fp32 whatever the dtype of x. Elsewhere (other
-devices, fp64, no compiler) and for second derivatives torch's operators do. The choice is made
-inside of the operator, so nothing is built while torch.compile traces.
+A kernel computes each direction in one pass, in fp32 whatever the dtype of x: gelu.cpp on a CPU,
+gelu_triton.py on a GPU. Elsewhere (other devices, fp64, no compiler) and for second derivatives
+torch's operators do. The choice is made inside of the operator, so nothing is built while
+torch.compile traces.
 """
 
 from __future__ import annotations
@@ -16,10 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cat_lm.ops.runtime import triton_launch
 from cat_lm.ops.runtime.compiler import SHARED, Sources
+from cat_lm.ops.runtime.fake import computing_device
 from cat_lm.ops.runtime.native import Kernel
 from cat_lm.ops.runtime.operators import custom_op, register_in_turn
 from cat_lm.ops.runtime.precision import at_least_fp32
+
+if triton_launch.INSTALLED:
+    from cat_lm.ops.activation import gelu_triton
 
 # By their numbers in gelu.cpp.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -58,10 +64,13 @@ def gelu_with_bias(product: Tensor, bias: Tensor) -> Tensor:
 
 @custom_op("cat_lm::gelu_with_bias")
 def _forward(product: Tensor, bias: Tensor) -> Tensor:
-    if not _has_kernel(product, bias):
-        return F.gelu(_sum(product, bias)).to(product.dtype)
     out = _empty_output(product, bias)
-    _run(product, bias, out=out)
+    if _has_triton(product):
+        gelu_triton.forward(product.contiguous(), bias, out)
+    elif _has_kernel(product, bias):
+        _run(product, bias, out=out)
+    else:
+        out = F.gelu(_sum(product, bias)).to(product.dtype)
     return out
 
 
@@ -73,6 +82,10 @@ def _empty_output(product: Tensor, bias: Tensor) -> Tensor:
 @custom_op("cat_lm::gelu_with_bias_backward")
 def _backward(grad: Tensor, product: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of the product and the bias."""
+    if _has_triton(product):
+        of_product = product.new_empty(product.shape)
+        given = grad.contiguous(), product.contiguous(), bias, of_product
+        return of_product, gelu_triton.backward(*given).to(bias.dtype)
     if not _has_kernel(product, bias):
         return _differentiable_backward(grad, product, bias)
     of_product, of_bias = product.new_empty(product.shape), bias.new_empty(bias.shape).float()
@@ -93,6 +106,10 @@ def _differentiable_backward(grad: Tensor, product: Tensor, bias: Tensor) -> tup
 
 def _sum(product: Tensor, bias: Tensor) -> Tensor:
     return product.to(at_least_fp32(product)) + bias
+
+
+def _has_triton(product: Tensor) -> bool:
+    return triton_launch.why_not(computing_device(product), product.dtype) is None
 
 
 def _has_kernel(*tensors: Tensor) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cat_lm import ops
+from cat_lm.ops.activation.gelu import gelu_with_bias
 from cat_lm.ops.convolution.triton import INTERPRETED
 from cat_lm.ops.landmark.layout import sequence_blocks
 from cat_lm.ops.long_filter import filters
@@ -78,6 +79,10 @@ def parallel_block(width: int, dtype: torch.dtype) -> None:
     add_branches(*read, residual).sum().backward()
 
 
+def gelu(dtype: torch.dtype, width: int) -> None:
+    gelu_with_bias(leaf(2, 512, width, dtype=dtype), leaf(width, dtype=dtype)).sum().backward()
+
+
 def rotate(rows: int = 2, time: int = 2048) -> None:
     x = leaf(rows, time, 16, 64)
     ops.rotate(x, *angles(time, 16, torch.bfloat16), backend="triton").sum().backward()
@@ -108,6 +113,7 @@ CASES = {
     "step depthwise": partial(step, "depthwise", 4, silu=True),
     "step multihead": partial(step, "multihead", 21),
     "rotation": rotate,
+    "gelu": partial(gelu, torch.bfloat16, 4096),
     "parallel block": partial(parallel_block, 1024, torch.bfloat16),
     "parallel block of 7B": partial(parallel_block, 4096, torch.bfloat16),
     # H, K and V; sizes of the rate; of a.
@@ -120,6 +126,7 @@ CASES = {
     "loss fp32": partial(loss, FP32),
 }
 LONG_CASES = {
+    "gelu fp32": partial(gelu, FP32, 1000),
     "parallel block fp32": partial(parallel_block, 2048, FP32),
     "parallel block of odd width": partial(parallel_block, 1000, torch.bfloat16),
     "ones": of_one,
