@@ -20,6 +20,7 @@ from cat_lm.core.cli import Parser, announce, number, output_path, path_name
 from cat_lm.core.errors import UserError, command
 from cat_lm.core.files import write_json, write_text
 from cat_lm.core.folders import atomic_folder, check_output
+from cat_lm.core.hub import explain_gated_access
 from cat_lm.core.numbers import SCALING_FACTOR
 from cat_lm.pretrained import loading, record, standalone
 from cat_lm.pretrained.card import model_card
@@ -113,10 +114,11 @@ def push(folder: Path, repository: str, private: bool = False) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     try:
-        address = HfApi().create_repo(repository, private=private, exist_ok=True)
-        HfApi().upload_folder(
-            repo_id=address.repo_id, folder_path=folder, commit_message="Upload the model"
-        )
+        with explain_gated_access(repository, "model"):
+            address = HfApi().create_repo(repository, private=private, exist_ok=True)
+            HfApi().upload_folder(
+                repo_id=address.repo_id, folder_path=folder, commit_message="Upload the model"
+            )
     except (HFValidationError, HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"--push {repository}: {reason} (the export {folder} is whole)") from None
@@ -302,7 +304,10 @@ def main() -> None:
     add("--method", default="none", help=f"reads longer contexts than trained on: {methods}")
     number_of = number(SCALING_FACTOR)
     add("--factor", type=number_of, default=1.0, metavar="S", help="factor of --method, such as 4")
-    add("--temperature-scope", choices=("logits", "rotary"), default="logits")
+    scope = (
+        "what the temperature scales: all logits, or the rotated channels alone (default: logits)"
+    )
+    add("--temperature-scope", choices=("logits", "rotary"), default="logits", help=scope)
     library = "transformers' own class of the family, for models without convolutions"
     add("--library", action="store_true", help=f"as {library}, which needs no cat_lm")
     add(

@@ -26,6 +26,8 @@ def resolve_commit(name: str, revision: str | None, kind: str) -> str:
 def explain_gated_access(name: str, kind: str) -> Iterator[None]:
     """Replace the error of a gated repository by a UserError that says where to ask for access.
 
+    Errors of the connection become OSErrors, which the library's HTTP client does not raise.
+
     Args:
         kind: "dataset" or "model".
     """
@@ -39,3 +41,7 @@ def explain_gated_access(name: str, kind: str) -> Iterator[None]:
             f"{name} is gated on the Hub: ask for access at "
             f"{constants.ENDPOINT}/{PAGES[kind]}{name}, and log in by `hf auth login` or HF_TOKEN"
         ) from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] in ("httpx", "httpx2"):
+            raise ConnectionError(str(error)) from error
+        raise

@@ -131,6 +131,8 @@ def attention_kernels(loss: torch.Tensor) -> str:
         name = node.name().split("::")[-1]
         if "Compiled" in name:
             found.add("inside the compiled graph")
+        elif "cpu_causal_attention" in name:
+            found.add("C++ causal attention")
         elif "Attention" in name or "Attn" in name:
             found.add(name.partition("Backward")[0])
         ahead += [following for following, _ in node.next_functions]
