@@ -12,7 +12,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cat_lm import ops
+from cat_lm.ops.attention.causal_cpu import causal_attention
 from cat_lm.ops.convolution import kinds
+from cat_lm.ops.residual.parallel import add_branches, two_norms
 from tests.contracts.operators import (
     INTERPRETED,
     convolution_backends,
@@ -52,6 +54,11 @@ def results(backend: str) -> Iterator[Tensor]:
         yield ops.rotate(x, *rotary, backend=backend)
         taps, qkv = torch.randn(2, 3, **leaves), torch.randn(1, 4, 2, 3, 16, **leaves)
         yield sum(ops.head_conv_qkv(qkv, (taps, None, taps), rotary=rotary, backend=backend))
+    if backend == "cpu":
+        yield causal_attention(*torch.randn(3, 1, 2, 4, 16, **leaves), 0.5)
+    if backend == "triton":
+        residual, *read = two_norms(x[0, 0], torch.nn.LayerNorm(16), torch.nn.LayerNorm(16))
+        yield add_branches(*read, residual)
     if backend == "reference":
         yield gelu_with_bias(x, bias[0])
         numbers = long_filters.get("ssm").start_as("uniform", 2, 4).requires_grad_()
@@ -80,7 +87,8 @@ def test_operators_keep_the_rules_of_torch():
         torch.library.opcheck(OPDEFS[name]._opoverload, tuple(given))
 
 
-VALUES = {"List[bool]": [True], "bool": True, "int": 2, "str": "head", "ScalarType": torch.float32}
+VALUES = {"List[bool]": [True], "bool": True, "int": 2, "float": 0.5, "str": "head"}
+VALUES |= {"ScalarType": torch.float32}
 
 
 @pytest.mark.parametrize("name", OURS)

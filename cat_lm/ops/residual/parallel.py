@@ -88,7 +88,7 @@ class _TwoNorms(torch.autograd.Function):
         return dx, *sums.unbind(), None
 
 
-@custom_op("cat_lm::two_norms")
+@custom_op("cat_lm::triton_two_norms")
 def _normalize(
     x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -104,7 +104,7 @@ def _room(x: Tensor, *_: Tensor | float) -> tuple[Tensor, Tensor, Tensor, Tensor
     return *outputs, *(x.new_empty(x.shape[:-1], dtype=torch.float32) for _ in range(2))
 
 
-@custom_op("cat_lm::two_norms_backward")
+@custom_op("cat_lm::triton_two_norms_backward")
 def _differentiate(
     d_passed: Tensor,
     d_y1: Tensor,
@@ -128,7 +128,7 @@ def _gradients(d_passed, d_y1, d_y2, x, w1, w2, means, scales):
     return dx, w1.new_empty(4, *w1.shape)
 
 
-@custom_op("cat_lm::add_branches")
+@custom_op("cat_lm::triton_add_branches")
 def _add(first: Tensor, second: Tensor, third: Tensor) -> Tensor:
     out = _empty_sum(first, second, third)
     parallel_triton.add(first.contiguous(), second.contiguous(), third.contiguous(), out)
