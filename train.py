@@ -105,7 +105,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, ranks, stop: StopSignal, watchdog: Watchdog) -> None:
         from cat_lm.training import preflight
-        from cat_lm.training.building import make_deterministic, resolve_precision
+        from cat_lm.training.building import describe_groups, make_deterministic, resolve_precision
         from cat_lm.training.checkpoint.run import Checkpoints
         from cat_lm.training.events import Callbacks
         from cat_lm.training.report import Report
@@ -136,6 +136,8 @@ class Trainer:
 
         try:
             self._build_engine(start_from)
+            groups = self.engine.optimizer.param_groups
+            self.log.line(describe_groups(config.optimizer.name, groups))
             past = self.checkpoints.recorded_step
             what = (config, folder, ranks, self.engine, self.corpus, watchdog, past)
             self.callbacks = Callbacks(Run(*what, self.log.line, self.record, self.must_stop))

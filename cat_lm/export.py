@@ -304,10 +304,8 @@ def main() -> None:
     add("--method", default="none", help=f"reads longer contexts than trained on: {methods}")
     number_of = number(SCALING_FACTOR)
     add("--factor", type=number_of, default=1.0, metavar="S", help="factor of --method, such as 4")
-    scope = (
-        "what the temperature scales: all logits, or the rotated channels alone (default: logits)"
-    )
-    add("--temperature-scope", choices=("logits", "rotary"), default="logits", help=scope)
+    scopes = "scale all logits, or the rotated channels alone (default: logits)"
+    add("--temperature-scope", choices=("logits", "rotary"), default="logits", help=scopes)
     library = "transformers' own class of the family, for models without convolutions"
     add("--library", action="store_true", help=f"as {library}, which needs no cat_lm")
     add(

@@ -328,7 +328,7 @@ def _duration_problems(config: RunConfig) -> list[str]:
         return []
     return [
         f"optimizer: warm-up and decay take {warmup} + {decay} steps, but the run has only "
-        f"{config.total_steps}"
+        f"{config.total_steps}; lower optimizer.warmup_steps (or warmup_tokens, or the decay's)"
     ]
 
 

@@ -140,7 +140,7 @@ def or_word(one: Callable[[str], Any], word: str) -> Callable[[str], Any]:
 
 
 def learning_rates(text: str) -> tuple[float, ...]:
-    """Parse comma-separated learning learning_rates, each given once, and sort them."""
+    """Parse comma-separated learning rates, each given once, and sort them."""
     one = number(LEARNING_RATE, above=0)
     return tuple(sorted(comma_separated(one, "1e-3,3e-3,1e-2", distinct=True)(text)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,6 +246,18 @@ def optimizer_groups(
             group["params"].append(parameter)
             group["names"].append(name)
     return list(groups.values())
+
+
+def describe_groups(name: str, groups: list[dict]) -> str:
+    """Return the log's line about an optimizer's groups; with equal rates it is one group."""
+    sizes: Counter = Counter()
+    for group in groups:
+        sizes[group["kinds"], group["lr_factor"]] += len(group["names"])
+    parts = [
+        f"{count} parameters with {' and '.join(kinds)} at {factor:g} x lr"
+        for (kinds, factor), count in sizes.items()
+    ]
+    return f"optimizer: {name}: {', '.join(parts)}"
 
 
 def _rate_factors(patterns: dict[str, float], names: list[str]) -> dict[str, float]:

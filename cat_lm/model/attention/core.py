@@ -177,8 +177,9 @@ class AttentionMixin:
             how = call.document_borders, call.scaling, call.dropout
             return attend_within_borders(query, key, value, *how)[..., :width], None
         is_plain = call.mask is None and not call.dropout and call.arguments.get("is_causal", True)
-        streams = [x.to(computing_dtype(x)) for x in (query, key, value)]
-        if implementation == "sdpa" and is_plain and serves_training(*streams):
+        streams, dtype = (query, key, value), computing_dtype(query)
+        if implementation == "sdpa" and is_plain and serves_training(*streams, dtype):
+            streams = [stream.to(dtype) for stream in streams]
             output, maps = causal_attention(*streams, call.scaling), None
         else:
             output, maps = self._call_function(query, key, value, call)

@@ -35,8 +35,8 @@ KERNEL = Kernel(
 )
 
 
-def serves_training(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return True if the kernel is to compute causal attention of these tensors.
+def serves_training(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if the kernel is to compute causal attention of these tensors, cast to `dtype`.
 
     It is for training, where torch's takes up to twice its time in fp32 and three times in bf16,
     and for as many keys as queries. Without a derivative torch's own computes, whose bits are those
@@ -49,11 +49,11 @@ def serves_training(query: Tensor, key: Tensor, value: Tensor) -> bool:
         and query.shape == key.shape == value.shape
         and query.shape[2] >= SHORTEST
         and query.dtype == key.dtype == value.dtype
-        and query.dtype in DTYPES
+        and dtype in DTYPES
         and torch.is_grad_enabled()
         and any(x.requires_grad for x in streams)
         and not has_tangent(*streams)
-        and (query.dtype == torch.float32 or not _has_amx())
+        and (dtype == torch.float32 or not _has_amx())
         and KERNEL.is_built
     )
 

@@ -8,7 +8,7 @@ from cat_lm import optimizers
 from cat_lm.config import RunConfig, load_config
 from cat_lm.core.errors import UserError
 from cat_lm.training import muon
-from cat_lm.training.building import optimizer_groups
+from cat_lm.training.building import describe_groups, optimizer_groups
 from cat_lm.training.estimate import memory_per_rank, meta_model, num_parameters, state_tensors
 from tests.conftest import REPOSITORY
 
@@ -40,6 +40,14 @@ def test_muon_steps_the_matrices_of_layers_alone(conv_type):
     assert muon.matrices(model).keys() == expected
     stepped = [n for g in groups_of(config) if g["kinds"] == ("momentum",) for n in g["names"]]
     assert set(stepped) == expected and len(stepped) == len(expected)
+
+
+def test_log_names_groups_of_state_and_rate():
+    config = config_of("optimizer.name=muon", "optimizer.muon_lr=0.02", "optimizer.lr=0.01")
+    line = describe_groups("muon", groups_of(config))
+    # Four matrices in each of six layers, and one part for all else, decayed or not.
+    assert "24 parameters with momentum at 2 x lr" in line
+    assert line.count("exp_avg and exp_avg_sq at 1 x lr") == 1
 
 
 def test_muon_does_not_orthogonalise_a_class_that_says_so(monkeypatch):
